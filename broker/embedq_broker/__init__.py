@@ -1,0 +1,1 @@
+"""embedq broker."""

@@ -1,0 +1,1 @@
+"""embedq: queue-driven batch embedding."""

@@ -1,0 +1,1 @@
+"""The contracts: runs, jobs, token batches, vector batches, manifests and errors."""
