@@ -1,0 +1,46 @@
+"""How a run's texts become vectors: the options that, with the model, decide every output bit."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TruncationSide(StrEnum):
+    """Which end of a text that exceeds the maximum is dropped."""
+
+    RIGHT = "right"
+    LEFT = "left"
+
+
+class OnSpecialTokens(StrEnum):
+    """What a literal `<|im_end|>` in user text becomes: the special token (as the reference does), or plain text."""
+
+    KEEP = "keep"
+    ESCAPE = "escape"
+
+
+class OnLong(StrEnum):
+    """What happens to a text above the maximum length: cut (its row says `truncated`), or an error row."""
+
+    TRUNCATE = "truncate"
+    ERROR = "error"
+
+
+class EncodingOptions(BaseModel):
+    """Options of one run. Two documents with equal options may share a token batch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: Matryoshka: vectors are cut to this many components, then normalised. None keeps the model's dimension.
+    dimensions: int | None = Field(default=None, ge=1, le=65536)
+    #: Text put before every document, verbatim.
+    prompt: str = Field(default="", max_length=65536)
+    #: L2-normalise in float32. None follows the checkpoint.
+    normalize: bool | None = None
+    #: Tokens per document, specials included. None follows the checkpoint.
+    max_length: int | None = Field(default=None, ge=2, le=1 << 20)
+    truncation_side: TruncationSide = TruncationSide.RIGHT
+    on_special_tokens: OnSpecialTokens = OnSpecialTokens.KEEP
+    on_long: OnLong = OnLong.TRUNCATE

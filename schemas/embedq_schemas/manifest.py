@@ -1,0 +1,74 @@
+"""The manifest of a Parquet dataset: one JSON line per published file, and the commit record that precedes it.
+
+A file counts only if a commit record named it. The record travels through Redis until the file has its final name;
+the manifest line is the same facts, kept with the data. A replayed publish may append a line twice: readers fold
+lines by `token`. A last line without a newline is a torn append and is ignored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from embedq_schemas.errors import CodecError, UnsupportedVersionError
+from embedq_schemas.names import SCHEMA_VERSION
+
+MANIFEST_NAME = "_manifest.jsonl"
+
+_Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
+class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One data file: what the commit promised and what the manifest states."""
+
+    token: _Token  # idempotency token of the commit; names the file
+    run: str
+    rows: Annotated[int, Meta(ge=1)]
+    size_bytes: Annotated[int, Meta(ge=1)]
+    tokens: Annotated[int, Meta(ge=0)]  # token count of its documents, after truncation
+    #: Inclusive ranges of the rows' ordinals, flattened: first, last, first, last, ...
+    ordinals: tuple[int, ...]
+    v: int = SCHEMA_VERSION
+
+    @property
+    def name(self) -> str:
+        """Final file name inside the dataset directory."""
+        return f"part-{self.token}.parquet"
+
+    @property
+    def staging_name(self) -> str:
+        """File name before publication, inside the dataset directory."""
+        return f"_staging/{self.token}.tmp"
+
+    def encode(self) -> bytes:
+        """One JSON object without a newline."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> PublishedFile:
+        """Inverse of `encode`; raises CodecError, or UnsupportedVersionError for a newer major version."""
+        try:
+            entry = _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CodecError(f"manifest: {str(error)[:200]}") from None
+        if entry.v != SCHEMA_VERSION:
+            raise UnsupportedVersionError(f"manifest: version {entry.v}; this build knows {SCHEMA_VERSION}")
+        if len(entry.ordinals) % 2:
+            raise CodecError("manifest: ordinals are not pairs")
+        return entry
+
+
+_decoder = msgspec.json.Decoder(PublishedFile)
+
+
+def read_manifest(dataset: Path) -> dict[str, PublishedFile]:
+    """Published files of `dataset` by token; empty where there is no manifest. Raises CodecError on a bad line."""
+    try:
+        data = (dataset / MANIFEST_NAME).read_bytes()
+    except FileNotFoundError:
+        return {}
+    lines = data.split(b"\n")[:-1]
+    return {entry.token: entry for entry in map(PublishedFile.decode, filter(None, lines))}
