@@ -1,0 +1,237 @@
+"""Consuming a stage: reading entries under a lease, keeping the lease, taking over what others left.
+
+A lease is (consumer name, delivery count). Only the entry's current holder can commit it: the commit script compares
+both. A consumer name belongs to one process for its lifetime.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import redis
+from embedq_schemas.errors import CodecError, UnsupportedVersionError
+from embedq_schemas.names import LANES, SCHEMA_VERSION, Lane
+from redis.exceptions import ResponseError
+
+from embedq_broker import scripts
+from embedq_broker.keys import Keys
+from embedq_broker.scripts import Arg, text
+
+
+class Stage(StrEnum):
+    """A consumer group with the streams it reads. The value is the group's name."""
+
+    TOKENIZE = "tokenizers"
+    EMBED = "embedders"
+
+    def stream(self, keys: Keys, lane: Lane) -> str:
+        """The stream this stage reads in `lane`."""
+        return keys.jobs(lane) if self is Stage.TOKENIZE else keys.batches(lane)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many documents of an entry belong to one run."""
+
+    run: str
+    documents: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stream entry under this consumer's lease."""
+
+    stream: str
+    lane: Lane
+    id: str
+    deliveries: int
+    codec: str
+    #: In the order of the documents. One share, except in token batches that mix runs.
+    shares: tuple[Share, ...]
+    payload: bytes
+    #: Why the envelope itself cannot be used; None for a good one.
+    fault: CodecError | None
+
+    @property
+    def documents(self) -> int:
+        return sum(share.documents for share in self.shares)
+
+
+def envelope(codec: str, shares: Sequence[Share]) -> list[str | int]:
+    """Entry fields before `payload`, as a flat list."""
+    runs = ",".join(share.run for share in shares)
+    counts = ",".join(str(share.documents) for share in shares)
+    return ["v", SCHEMA_VERSION, "codec", codec, "run", runs, "n", counts]
+
+
+def parse_entry(stream: str, lane: Lane, entry_id: bytes, fields: dict[bytes, bytes], deliveries: int) -> Entry:
+    """An entry from its raw fields. Never raises: a fault in the envelope is kept for whoever must settle it."""
+    fault: CodecError | None = None
+    shares: tuple[Share, ...] = ()
+    version = text(fields.get(b"v", b""))
+    try:
+        runs = text(fields[b"run"]).split(",")
+        counts = [int(count) for count in text(fields[b"n"]).split(",")]
+        shares = tuple(Share(run, count) for run, count in zip(runs, counts, strict=True))
+        if min(counts) < 1:
+            raise ValueError
+        if b"payload" not in fields:
+            raise CodecError("the entry has no payload")
+        if version != str(SCHEMA_VERSION):
+            raise UnsupportedVersionError(f"entry version {version[:20]!r}; this build knows {SCHEMA_VERSION}")
+    except CodecError as error:
+        fault = error
+    except (KeyError, ValueError):
+        shares = ()
+        fault = CodecError("the entry does not say which runs its documents belong to")
+    codec, payload = text(fields.get(b"codec", b"")), fields.get(b"payload", b"")
+    return Entry(stream, lane, text(entry_id), deliveries, codec, shares, payload, fault)
+
+
+class Consumer:
+    """One process's membership of a stage's group, and the record of what it holds.
+
+    Safe to use from several threads; blocking reads need a client of their own.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, stage: Stage, name: str, *, lease_ms: int) -> None:
+        self._client = client
+        self.keys = keys
+        self.stage = stage
+        self.name = name
+        self.lease_ms = lease_ms
+        self._lanes = {stage.stream(keys, lane): lane for lane in LANES}
+        self._cursors = dict.fromkeys(self._lanes, "0-0")
+        self._held: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()
+
+    def ensure_groups(self) -> None:
+        """Create missing groups, from the streams' beginning: nothing added before is skipped."""
+        for stream in self._lanes:
+            try:
+                self._client.xgroup_create(stream, self.stage, id="0", mkstream=True)
+            except ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+    def read(self, reader: redis.Redis, lanes: Sequence[Lane], *, count: int, block_ms: int | None) -> list[Entry]:
+        """New entries of `lanes`, at most `count` from each; blocks up to `block_ms` (None: not at all).
+
+        After any error of this call use `adopt`: its reply may have been lost with entries already delivered.
+        """
+        streams: dict[Any, Any] = {self.stage.stream(self.keys, lane): ">" for lane in lanes}
+        try:
+            reply = reader.xreadgroup(self.stage, self.name, streams, count=count, block=block_ms)
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            # Flushed, or deleted by hand. Whatever is still in the streams comes again from their beginning.
+            self.ensure_groups()
+            return []
+        pairs: Iterable[Any] = reply or ()
+        return [
+            self._hold(parse_entry(text(stream), self._lanes[text(stream)], entry_id, fields, 1))
+            for stream, entries in pairs
+            for entry_id, fields in entries
+            if fields is not None
+        ]
+
+    def claim_expired(self, lane: Lane, *, count: int) -> list[Entry]:
+        """Take over up to `count` entries of `lane` whose lease ran out, with their delivery counts raised."""
+        stream = self.stage.stream(self.keys, lane)
+        args: list[Arg] = [self.stage, self.name, self.lease_ms, self._cursors[stream], count]
+        reply = self._with_groups("claim", stream, args, empty=[b"0-0"])
+        self._cursors[stream] = text(reply[0])
+        return self._take(stream, lane, reply[1:])
+
+    def adopt(self, lane: Lane, *, count: int) -> list[Entry]:
+        """Entries this consumer owns on the server but never received."""
+        stream = self.stage.stream(self.keys, lane)
+        with self._lock:
+            held = [entry_id for key, entry_id in self._held if key == stream]
+        reply = self._with_groups("adopt", stream, [self.stage, self.name, count, *held], empty=[])
+        return self._take(stream, lane, reply)
+
+    def renew(self) -> list[tuple[str, str]]:
+        """Extend every held lease. Returns (stream, id) of those that another consumer took over."""
+        return self._set_idle(self._snapshot(), 0)
+
+    def release(self, entries: Iterable[Entry]) -> None:
+        """Give entries back at once: the next sweep of any consumer takes them."""
+        items = [(entry.stream, entry.id) for entry in entries]
+        self._set_idle(items, self.lease_ms * 10)
+        self.forget(items)
+
+    def release_all(self) -> None:
+        """Give back everything held."""
+        items = self._snapshot()
+        self._set_idle(items, self.lease_ms * 10)
+        self.forget(items)
+
+    def forget(self, items: Iterable[tuple[str, str]]) -> None:
+        """Stop renewing (stream, id) pairs: they were committed, released, or lost."""
+        with self._lock:
+            for item in items:
+                self._held.pop(item, None)
+
+    def held(self) -> int:
+        """Entries under lease."""
+        with self._lock:
+            return len(self._held)
+
+    def waiting(self, lane: Lane) -> int:
+        """Entries in the stage's stream, delivered and not."""
+        return int(self._client.xlen(self.stage.stream(self.keys, lane)))
+
+    def _snapshot(self) -> list[tuple[str, str]]:
+        with self._lock:
+            return list(self._held)
+
+    def _hold(self, entry: Entry) -> Entry:
+        with self._lock:
+            self._held[entry.stream, entry.id] = entry.deliveries
+        return entry
+
+    def _take(self, stream: str, lane: Lane, rows: Iterable[Any]) -> list[Entry]:
+        taken = []
+        for entry_id, flat, deliveries in rows:
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
+            taken.append(self._hold(parse_entry(stream, lane, entry_id, fields, int(deliveries))))
+        return taken
+
+    def _set_idle(self, items: Sequence[tuple[str, str]], idle_ms: int) -> list[tuple[str, str]]:
+        lost = []
+        for stream in self._lanes:
+            ids = [entry_id for key, entry_id in items if key == stream]
+            for start in range(0, len(ids), 1000):
+                args: list[Arg] = [self.stage, self.name, idle_ms, *ids[start : start + 1000]]
+                gone = self._with_groups("renew", stream, args, empty=ids[start : start + 1000])
+                lost += [(stream, text(entry_id)) for entry_id in gone]
+        return lost
+
+    def _with_groups(self, script: str, stream: str, args: list[Arg], *, empty: list[Any]) -> list[Any]:
+        try:
+            reply: list[Any] = scripts.call(self._client, script, [stream], args, allow_oom=True)
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            self.ensure_groups()
+            return empty
+        return reply
+
+
+def release_consumer(client: redis.Redis, keys: Keys, stage: Stage, name: str, *, lease_ms: int) -> int:
+    """Release all leases of a consumer whose process is known to be dead. Returns how many there were."""
+    released = 0
+    for lane in LANES:
+        args: list[Arg] = [stage, name, lease_ms * 10]
+        try:
+            released += scripts.call(client, "release_consumer", [stage.stream(keys, lane)], args, allow_oom=True)
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+    return released

@@ -1,0 +1,34 @@
+-- Shared by the scripts that move a run's counters. Prepended to each of them.
+
+-- How long a run is remembered after its end.
+local KEEP_RUN_MS = 7 * 86400 * 1000
+
+-- Milliseconds since the epoch by the server's clock: workers' clocks may jump, this one orders the run's history.
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- Bytes held in all streams of the queue.
+local function backlog(bytes_key)
+  local sum = 0
+  for _, held in ipairs(redis.call('HVALS', bytes_key)) do sum = sum + tonumber(held) end
+  return sum
+end
+
+-- A run whose input is closed and whose every document has its outcome moves on:
+-- to `completed` where results already are where readers look, to `finalizing` where files still get their names.
+local function settle(run_key)
+  local r = redis.call('HMGET', run_key, 'input_closed', 'status', 'sink', 'input', 'succeeded', 'failed', 'skipped')
+  if r[1] ~= '1' then return end
+  if tonumber(r[4]) ~= tonumber(r[5]) + tonumber(r[6]) + tonumber(r[7]) then return end
+  local next_status
+  if r[2] == 'cancelling' then
+    next_status = r[3] == 'stream' and 'cancelled' or nil
+  elseif r[2] == 'validating' or r[2] == 'in_progress' then
+    next_status = r[3] == 'stream' and 'completed' or 'finalizing'
+  end
+  if not next_status then return end
+  redis.call('HSET', run_key, 'status', next_status)
+  if next_status ~= 'finalizing' then redis.call('PEXPIRE', run_key, KEEP_RUN_MS) end
+end

@@ -1,0 +1,181 @@
+"""The run registry: creating runs, feeding them, and reading their exact counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import redis
+from embedq_schemas.dead_letter import DeadLetter
+from embedq_schemas.errors import CodecError, RunNotFoundError
+from embedq_schemas.job import Codec
+from embedq_schemas.names import SCHEMA_VERSION
+from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
+
+from embedq_broker import scripts
+from embedq_broker.keys import Keys, check_run_id
+from embedq_broker.scripts import Arg, text
+
+_COUNTERS = ("input", "succeeded", "failed", "skipped", "tokens")
+_FIELDS = (
+    *("spec", "status", "input_closed", "position", "error", "created_ms", "updated_ms"),
+    *("committed_files", "published_files"),
+    *_COUNTERS,
+)
+
+
+class EnqueueOutcome(StrEnum):
+    """What became of one enqueue call."""
+
+    OK = "ok"
+    DUP = "dup"  # this very job was sent before; nothing was added
+    FULL = "full"  # the backlog is at its limit; nothing was added
+    FENCED = "fenced"  # another producer moved this run's position; nothing was added
+    STOPPED = "stopped"  # the run is being cancelled, or over; nothing was added
+    GONE = "gone"  # the registry does not know the run
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """Outcome of one enqueue call, with the reply's detail (backlog in bytes, a position, or a status)."""
+
+    outcome: EnqueueOutcome
+    detail: str = ""
+
+
+class Registry:
+    """Runs of one queue. Holds no state of its own: every call reads or writes Redis."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._client = client
+        self.keys = keys
+
+    def create(self, spec: RunSpec) -> RunSpec:
+        """Register `spec`, or return the specification the run already has."""
+        keys = [self.keys.run(spec.run), self.keys.runs]
+        reply = scripts.call(self._client, "create_run", keys, [spec.run, spec.encode(), spec.sink.kind])
+        return spec if reply[0] == 1 else RunSpec.decode(reply[1])
+
+    def enqueue(
+        self,
+        spec: RunSpec,
+        *,
+        expected: str,
+        position: str,
+        max_backlog_bytes: int,
+        documents: int = 0,
+        payload: bytes | memoryview = b"",
+        codec: Codec = Codec.ARROW,
+        skipped: int = 0,
+        dead: Sequence[DeadLetter] = (),
+        close: bool = False,
+    ) -> Enqueued:
+        """Send one job and move the producer's position from `expected` to `position`, in one step.
+
+        Args:
+            documents: documents in `payload`; 0 with an empty payload sends only the outcomes beside it.
+            skipped: input documents that are not computed on purpose.
+            dead: input documents that cannot become jobs.
+            close: no more input follows.
+        """
+        jobs = self.keys.jobs(spec.lane)
+        try:
+            reply = scripts.call(
+                self._client,
+                "enqueue",
+                [self.keys.run(spec.run), jobs, self.keys.bytes, self.keys.dead(spec.run)],
+                [
+                    *(expected, position, max_backlog_bytes, self.keys.suffix(jobs), spec.run, documents, skipped),
+                    *(int(close), SCHEMA_VERSION, codec, payload),
+                    *(letter.encode() for letter in dead),
+                ],
+            )
+        except redis.exceptions.OutOfMemoryError:
+            return Enqueued(EnqueueOutcome.FULL, "the server is at maxmemory")
+        return Enqueued(EnqueueOutcome(text(reply[0])), text(str(reply[1])) if len(reply) > 1 else "")
+
+    def state(self, run: str) -> RunState:
+        """The run now; raises RunNotFoundError."""
+        key = self.keys.run(check_run_id(run))
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hmget(key, _FIELDS)
+        pipe.xlen(self.keys.dead(run))
+        values, dead_letters = pipe.execute()
+        fields = dict(zip(_FIELDS, values, strict=True))
+        if fields["spec"] is None:
+            raise RunNotFoundError(f"queue {self.keys.queue} knows no run {run}")
+        position, error = fields["position"], fields["error"]
+        return RunState(
+            spec=RunSpec.decode(fields["spec"]),
+            status=RunStatus(text(fields["status"])),
+            counters=RunCounters(**{name: int(fields[name] or 0) for name in _COUNTERS}),
+            input_closed=fields["input_closed"] == b"1",
+            position=None if position is None else text(position),
+            committed_files=int(fields["committed_files"] or 0),
+            published_files=int(fields["published_files"] or 0),
+            dead_letters=int(dead_letters),
+            error=None if error is None else text(error),
+            created_at=int(fields["created_ms"] or 0) / 1000,
+            updated_at=int(fields["updated_ms"] or 0) / 1000,
+        )
+
+    def status(self, run: str) -> RunStatus | None:
+        """Only the status, None for an unknown run."""
+        value = self._client.hget(self.keys.run(run), "status")
+        return None if value is None else RunStatus(text(value))
+
+    def all_in_batches(self, run: str) -> bool:
+        """Whether every document of the run has left the jobs stage and no more input follows."""
+        closed, total, ready = self._client.hmget(self.keys.run(run), "input_closed", "input", "ready")
+        return closed == b"1" and total == ready
+
+    def transition(
+        self, run: str, to: RunStatus, allowed: Sequence[RunStatus], *, error: str = ""
+    ) -> tuple[bool, RunStatus]:
+        """Move the run to `to` if its status is one of `allowed`. Returns (moved, status after the call)."""
+        args: list[Arg] = [to, error, int(to.terminal), *allowed]
+        reply = scripts.call(self._client, "transition", [self.keys.run(run)], args, allow_oom=True)
+        if reply[0] == -1:
+            raise RunNotFoundError(f"queue {self.keys.queue} knows no run {run}")
+        return reply[0] == 1, RunStatus(text(reply[1]))
+
+    def cancel(self, run: str) -> RunStatus:
+        """Ask for cancellation: what is not yet computed is skipped. Returns the status after the call."""
+        open_states = (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
+        return self.transition(check_run_id(run), RunStatus.CANCELLING, open_states)[1]
+
+    def runs(self, limit: int = 100) -> list[RunState]:
+        """Newest first; forgets the names of runs that expired."""
+        names = [text(name) for name in self._client.zrevrange(self.keys.runs, 0, limit - 1)]
+        states = []
+        for name in names:
+            try:
+                states.append(self.state(name))
+            except RunNotFoundError:
+                self._client.zrem(self.keys.runs, name)
+        return states
+
+    def dead_letters(self, run: str, *, after: str = "-", count: int = 1000) -> list[tuple[str, DeadLetter]]:
+        """A page of the dead letters still in Redis, in the order of their arrival, after entry id `after`."""
+        start = after if after == "-" else f"({after}"
+        entries: Any = self._client.xrange(self.keys.dead(run), start, "+", count=count)
+        letters = []
+        for entry_id, fields in entries or ():
+            try:
+                letters.append((text(entry_id), DeadLetter.decode(fields[b"letter"])))
+            except KeyError:
+                raise CodecError(f"dead letter {text(entry_id)} of run {run} has no letter") from None
+        return letters
+
+    def backlog_bytes(self) -> int:
+        """Payload bytes held in the queue's streams."""
+        return sum(int(held) for held in self._client.hvals(self.keys.bytes))
+
+    def forget_results(self) -> None:
+        """Take results that have expired out of the backlog."""
+        for field in self._client.hkeys(self.keys.bytes):
+            kind, _, run = text(field).partition(":")
+            if kind == "results" and not self._client.exists(self.keys.results(run)):
+                self._client.hdel(self.keys.bytes, field)

@@ -1,0 +1,54 @@
+"""The Lua scripts behind typed wrappers. Each script's header documents its KEYS, ARGV and replies.
+
+Every script starts with a `#!lua` line, so that a server at `maxmemory` refuses it up front and nothing is half
+written. Scripts that free memory or keep leases carry `allow-oom`: refusing those would keep a full server full for
+good. `enqueue`, and commits whose output stays in Redis, do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import redis
+from redis.exceptions import NoScriptError
+
+Arg = str | int | bytes | memoryview
+
+#: Scripts that call functions of the prelude.
+_WITH_PRELUDE = frozenset({"create_run", "enqueue", "commit", "published", "transition"})
+
+
+@cache
+def _source(name: str, allow_oom: bool) -> tuple[str, str]:
+    """Text of a script and its SHA-1, as the server computes it."""
+    folder = resources.files(__package__) / "lua"
+    body = (folder / f"{name}.lua").read_text()
+    if name in _WITH_PRELUDE:
+        body = (folder / "prelude.lua").read_text() + "\n" + body
+    text = ("#!lua flags=allow-oom\n" if allow_oom else "#!lua\n") + body
+    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def call(
+    client: redis.Redis,
+    name: str,
+    keys: Sequence[str],
+    args: Sequence[Arg],
+    *,
+    allow_oom: bool = False,
+) -> Any:
+    """Run script `name`; loads it again after SCRIPT FLUSH or a failover."""
+    text, sha = _source(name, allow_oom)
+    try:
+        return client.evalsha(sha, len(keys), *keys, *args)
+    except NoScriptError:
+        return client.eval(text, len(keys), *keys, *args)
+
+
+def text(value: Any) -> str:
+    """A reply's string; connections here return bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
