@@ -1,0 +1,24 @@
+"""The engine: packed token ids in, vectors out. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+from embedq_schemas.errors import ModelError
+
+from embedq_worker.checkpoint import Checkpoint
+from embedq_worker.engine.base import Engine, PackedBatch
+from embedq_worker.engine.settings import EngineSettings
+
+__all__ = ["Engine", "EngineSettings", "PackedBatch", "load_engine"]
+
+
+def load_engine(checkpoint: Checkpoint, settings: EngineSettings) -> Engine:
+    """Load the model. Raises ModelError where it cannot run as asked, with the reason."""
+    if settings.kind == "null":
+        from embedq_worker.engine.null import NullEngine
+
+        return NullEngine(checkpoint, settings)
+    if settings.kind == "native" or (settings.kind == "auto" and checkpoint.decoder is not None):
+        from embedq_worker.engine.native import NativeEngine
+
+        return NativeEngine(checkpoint, settings)
+    raise ModelError(f"{checkpoint.model_id} is a {checkpoint.model_type} model, which no engine here runs yet")

@@ -1,0 +1,69 @@
+"""Which device, dtype and thread count `auto` means here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from embedq_schemas.errors import ModelError
+
+from embedq_worker.engine.settings import Dtype
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises ModelError where the named device is not there."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ModelError(f"device {name} was asked for, but torch sees no GPU; `embedq doctor` says why")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ModelError(f"device {name} was asked for, but there are {torch.cuda.device_count()} GPUs")
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ModelError("device mps was asked for, but torch cannot use it here")
+    return device
+
+
+def choose_dtype(name: Dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the device multiplies it fast: CPUs without avx512_bf16 or AMX emulate it slowly."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
+    if device.type == "cpu" and cpu_has_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has avx512_bf16 or amx_bf16 instructions (Linux on x86; elsewhere False)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text("ascii", errors="ignore")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, cut to the cgroup's quota; hyperthreads of one core count once."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_core_of(cpu) for cpu in affinity}
+    return max(1, min(len(cores), _quota()))
+
+
+def _core_of(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text("ascii").strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        return max(1, int(quota) // int(period)) if quota != "max" else 1 << 16
+    except (OSError, ValueError):
+        return 1 << 16

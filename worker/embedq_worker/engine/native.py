@@ -1,0 +1,86 @@
+"""The engine for Qwen2 and Qwen3: packed, padding-free, one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from embedq_schemas.errors import EngineError
+from numpy.typing import NDArray
+
+from embedq_worker.checkpoint import Checkpoint, decoder_of
+from embedq_worker.engine.attention import SdpaAttention
+from embedq_worker.engine.base import PackedBatch, check_batch, check_dimensions
+from embedq_worker.engine.decoder import Decoder
+from embedq_worker.engine.device import choose_device, choose_dtype, usable_cores
+from embedq_worker.engine.heads import finish, load_heads, pool
+from embedq_worker.engine.plan import plan_batch
+from embedq_worker.engine.settings import EngineSettings
+from embedq_worker.engine.weights import WeightReader
+
+
+class NativeEngine:
+    """A loaded Qwen2/Qwen3 embedding model on one device."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: EngineSettings) -> None:
+        self._checkpoint = checkpoint
+        self._device = choose_device(settings.device)
+        dtype = choose_dtype(settings.dtype, self._device)
+        threads = settings.threads or usable_cores()
+        if self._device.type == "cpu":
+            torch.set_num_threads(threads)
+        self.dimension = checkpoint.dimension
+        self.max_length = checkpoint.max_length
+        self.max_batch_tokens = 2048 if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
+        self.device = str(self._device)
+        attention = SdpaAttention()
+        with WeightReader(checkpoint, dtype=dtype, device=self._device) as reader:
+            self._decoder: Decoder | None = Decoder(
+                decoder_of(checkpoint), reader, attention, length=checkpoint.max_length
+            )
+        self._heads = load_heads(checkpoint.dense, self._device)
+        self._steps = 0
+        self.description: Mapping[str, str] = {
+            "engine": "native",
+            "device": self.device,
+            "dtype": str(dtype).removeprefix("torch."),
+            "attention": attention.name,
+            "threads": str(threads),
+        }
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def encode(
+        self, batch: PackedBatch, *, dimensions: int | None = None, normalize: bool = True
+    ) -> NDArray[np.float32]:
+        if self._decoder is None:
+            raise EngineError("the engine is closed")
+        check_batch(batch, vocab_size=self._checkpoint.vocab_size, max_length=self.max_length)
+        width = check_dimensions(dimensions, self.dimension)
+        if len(batch) == 0:
+            return np.empty((0, width), np.float32)
+        try:
+            with torch.inference_mode():
+                return self._encode(self._decoder, batch, width, normalize=normalize)
+        except (RuntimeError, MemoryError) as error:
+            raise EngineError(f"the forward pass failed on {len(batch.input_ids)} tokens: {error}") from error
+
+    def _encode(self, decoder: Decoder, batch: PackedBatch, width: int, *, normalize: bool) -> NDArray[np.float32]:
+        plan = plan_batch(batch, self._device)
+        last_only = self._checkpoint.pooling == "lasttoken"
+        hidden = decoder.forward(plan, causal=self._checkpoint.causal, last_only=last_only, progress=self._advance)
+        pooled = hidden.float() if last_only else pool(hidden, plan, self._checkpoint.pooling)
+        vectors: NDArray[np.float32] = finish(pooled, self._heads, width, normalize=normalize).cpu().numpy()
+        self._advance()
+        return vectors
+
+    def _advance(self) -> None:
+        self._steps += 1
+
+    def close(self) -> None:
+        self._decoder = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
