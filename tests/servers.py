@@ -101,10 +101,10 @@ class Server:
         settings += ["--dir", str(self.directory), "--logfile", str(self.log_file), "--save", ""]
         settings += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
         unlocked = os.open(os.devnull, os.O_RDONLY)
+        guarded = [sys.executable, "-S", "-E", guard.__file__, str(os.getpid()), "10", "", str(unlocked)]
         try:
             self._guard = subprocess.Popen(
-                [sys.executable, "-S", "-E", guard.__file__, str(os.getpid()), "10", "", str(unlocked)]
-                + [str(self.binary), *settings, *self.args],
+                [*guarded, str(self.binary), *settings, *self.args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(unlocked,),

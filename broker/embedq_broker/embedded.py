@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -36,6 +38,8 @@ GRACE_S: Final = 10.0
 #: Seconds without any sign of progress after which a starting server is given up.
 STALL_S: Final = 60.0
 _POLL_S: Final = 0.02
+#: A killed process holds its locks until the kernel has taken it apart.
+_DYING_S: Final = 2.0
 _SETTINGS: Final = (
     *("--port", "0", "--unixsocketperm", "700", "--daemonize", "no", "--loglevel", "notice"),
     *("--appendonly", "yes", "--appendfsync", "everysec", "--aof-load-truncated", "yes"),
@@ -73,6 +77,7 @@ class EmbeddedServer:
         self._server_pid: int | None = None
         self._socket: Path | None = None
         self._log_start = 0
+        os.register_at_fork(after_in_child=partial(_let_go_in_child, weakref.ref(self)))
 
     @property
     def url(self) -> str:
@@ -185,9 +190,17 @@ class EmbeddedServer:
             os.close(self._owner_lock)
             self._owner_lock = None
 
+    def _let_go_in_child(self) -> None:
+        # A forked child shares the owner's lock and pipe, and would keep them after the owner was killed.
+        if self._owner_lock is not None:
+            os.close(self._owner_lock)
+            self._owner_lock = None
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+
     def _acquire_ownership(self) -> int:
         lock = _open_lock(self.state_dir / "owner.lock")
-        if not _try_lock(lock):
+        if not _wait_for_lock(lock, _DYING_S):
             owner = _read_record(lock).get("pid", "unknown")
             os.close(lock)
             raise RunConflictError(f"Another process (pid {owner}) is using {self.state_dir}; wait for it or stop it.")
@@ -203,11 +216,8 @@ class EmbeddedServer:
             if request_shutdown and isinstance(self._leftover_url, str):
                 with contextlib.suppress(redis.RedisError), connect(self._leftover_url, blocking=True) as client:
                     client.execute_command("SHUTDOWN", "NOSAVE")
-            deadline = time.monotonic() + GRACE_S + 5
-            while time.monotonic() < deadline:
-                if _try_lock(lock):
-                    return lock
-                time.sleep(_POLL_S)
+            if _wait_for_lock(lock, GRACE_S + 5):
+                return lock
         os.close(lock)
         raise RunConflictError(
             f"A server left by an earlier process still holds {self.state_dir} and does not shut down; "
@@ -360,6 +370,21 @@ def _try_lock(lock: int, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _wait_for_lock(lock: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not _try_lock(lock):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _let_go_in_child(reference: weakref.ref[EmbeddedServer]) -> None:
+    server = reference()
+    if server is not None:
+        server._let_go_in_child()
 
 
 def _read_record(lock: int) -> dict[str, object]:
