@@ -1,0 +1,52 @@
+"""Opening a corpus, and telling one corpus from another."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from embedq_schemas.errors import InputError
+
+_SAMPLE_BYTES = 64 * 1024
+
+
+def open_corpus(path: Path) -> BinaryIO:
+    """Open a corpus for reading bytes; raises InputError with one sentence if that is impossible."""
+    try:
+        if path.is_dir():
+            raise InputError(f"The corpus {path} is a directory; name one JSONL file.")
+        return path.open("rb")
+    except FileNotFoundError as error:
+        raise InputError(f"The corpus {path} does not exist.") from error
+    except PermissionError as error:
+        raise InputError(f"The corpus {path} may not be read by this user (permission denied).") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"The corpus {str(path)!r} cannot be opened: {describe_os_error(error)}.") from error
+
+
+def describe_os_error(error: OSError | ValueError) -> str:
+    """The system's own words without errno and path, to be put into a sentence."""
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+def corpus_identity(path: Path) -> str:
+    """A stable name for the content of a corpus file, to refuse resuming a run with another input.
+
+    `<size in bytes>-<SHA-256 of the first and the last 64 KiB, hex>`: constant cost for any size. It does not see an
+    edit that keeps the size and lies outside both samples. Raises InputError if the file cannot be read or is a pipe.
+    """
+    # Asked before opening, because opening a pipe waits for its writer.
+    if path.is_fifo():
+        raise InputError(f"The corpus {path} is a pipe, so a run over it could not be resumed.")
+    with open_corpus(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = hashlib.sha256()
+        try:
+            digest.update(stream.read(_SAMPLE_BYTES))
+            stream.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(stream.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise InputError(f"The corpus {path} cannot be read: {describe_os_error(error)}.") from error
+    return f"{size}-{digest.hexdigest()}"

@@ -1,0 +1,47 @@
+"""Where in a corpus a reader stands: the one value a killed producer needs to go on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from embedq_schemas.errors import CodecError
+
+_FIELDS = ("byte_offset", "line", "ordinal")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """How much of the input lies before this point. Always at the start of a line or at the end of the input."""
+
+    byte_offset: int
+    """Bytes before this point, a byte order mark included."""
+    line: int
+    """Physical lines before this point, blank ones included; the next line's 1-based number is `line + 1`."""
+    ordinal: int
+    """Non-blank lines before this point; the next one takes this ordinal."""
+
+    def __post_init__(self) -> None:
+        for name in _FIELDS:
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise CodecError(f"A corpus position's {name} must be an integer >= 0, found {value!r}.")
+
+    def to_json(self) -> str:
+        """One JSON object with the three fields, without whitespace; `from_json` is its inverse."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, source: str) -> Self:
+        """Read what `to_json` wrote; raises CodecError on anything else."""
+        try:
+            fields = json.loads(source)
+        except (ValueError, RecursionError) as error:
+            raise CodecError(f"A corpus position is not JSON: {error}.") from error
+        if not isinstance(fields, dict) or sorted(fields) != sorted(_FIELDS):
+            raise CodecError(f"A corpus position must be a JSON object of {', '.join(_FIELDS)}.")
+        return cls(**fields)
+
+
+START = Position(byte_offset=0, line=0, ordinal=0)
