@@ -59,7 +59,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 _SPECIAL_PIECES = (
     "<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>", "<|im_", "end|>", "<", "|", "'s", "'LL",
-    "\r\n", "\u200d", "\ufe0f", "e\u0301", "\u0323\u0307", "\u1100\u1161\u11a8", "\U0001f469\u200d\U0001f467", "12345", "   ",
+    "\r\n", "\u200d", "\ufe0f", "e\u0301", "\u0323\u0307", "\u1100\u1161\u11a8", "\U0001f469\u200d\U0001f467",
+    "12345", "   ",
     "\n\n", "\u08ca", "\u1df6", "\U000113c2", "\U0001611e", "the", " fox",
 )  # fmt: skip
 
