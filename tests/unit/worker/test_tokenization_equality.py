@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import unicodedata
 from dataclasses import dataclass
 from itertools import islice
@@ -60,8 +62,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 _SPECIAL_PIECES = (
     "<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>", "<|im_", "end|>", "<", "|", "'s", "'LL",
     "\r\n", "\u200d", "\ufe0f", "e\u0301", "\u0323\u0307", "\u1100\u1161\u11a8", "\U0001f469\u200d\U0001f467",
-    "12345", "   ",
-    "\n\n", "\u08ca", "\u1df6", "\U000113c2", "\U0001611e", "the", " fox",
+    "12345", "   ", "\n\n",
+    "\u08ca", "\u1df6", "\U000113c2", "\U0001611e", "the", " fox",
 )  # fmt: skip
 
 
@@ -217,16 +219,34 @@ def test_one_large_text_with_decomposed_characters(pair: Pair) -> None:
     pair.assert_equal([text, "a", text[:1000]])
 
 
+_TWO_THREADS = """
+import random, sys
+from pathlib import Path
+import numpy as np, pyarrow as pa
+from embedq_worker.tokenization import TextTokenizer
+from tests.unit.worker.test_tokenization_equality import random_text
+
+one = TextTokenizer.load(Path(sys.argv[1]), max_length=1 << 30)
+two = TextTokenizer.load(Path(sys.argv[1]), max_length=1 << 30, threads=2)
+rng = random.Random(3)
+large = ["e\\u0301a \\u0323" * 400_000]
+small = ["".join(random_text(rng) for _ in range(20)) for _ in range(200)]
+for texts in (pa.array(["the quick brown fox " * 50_000] * 8), pa.array(small + large)):
+    assert texts.nbytes > 2 << 20, "enough for several portions of work"
+    assert np.array_equal(one.encode(texts).input_ids, two.encode(texts).input_ids)
+print("equal")
+"""
+
+
 def test_threads_do_not_change_the_ids(tmp_path: Path) -> None:
     file = write_small_tokenizer(tmp_path)
-    one = TextTokenizer.load(file, max_length=1 << 30)
-    two = TextTokenizer.load(file, max_length=1 << 30, threads=2)
-    rng = random.Random(3)
-    texts = pa.array(
-        [*("".join(random_text(rng) for _ in range(200)) for _ in range(300)), "e\u0301a \u0323" * 400_000]
-    )
-    assert texts.nbytes > 4 << 20, "enough for several chunks of work and for one text above a chunk"
-    assert np.array_equal(one.encode(texts).input_ids, two.encode(texts).input_ids)
+    # In a process of its own: the size of a thread pool is fixed by the first use in a process.
+    environment = os.environ | {"RAYON_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", _TWO_THREADS, str(file)],
+        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert done.stdout.strip() == "equal", done.stderr
 
 
 def test_qwen3_embedding_ends_with_endoftext(tmp_path: Path) -> None:
