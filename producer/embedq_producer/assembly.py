@@ -37,10 +37,13 @@ class BlockAssembler:
     alone, never on how the input happened to arrive. Blank lines belong to the block before them.
     """
 
-    def __init__(self, parser: DocumentParser, options: ReadOptions, start: Position) -> None:
+    def __init__(
+        self, parser: DocumentParser, options: ReadOptions, start: Position, *, skipped_bytes: int = 0
+    ) -> None:
+        """`skipped_bytes` lie between `start` and the first line: a byte order mark."""
         self._parser = parser
         self._options = options
-        self._offset, self._line, self._ordinal = start.byte_offset, start.line, start.ordinal
+        self._offset, self._line, self._ordinal = start.byte_offset + skipped_bytes, start.line, start.ordinal
         self._bytes = 0
         self._block = DecodedBlock(start, start)
 
@@ -55,7 +58,7 @@ class BlockAssembler:
         while begin < len(lines):
             end = begin + self._fitting(kept, begin)
             if end == begin:
-                if not _is_blank(lines[begin], sizes[begin]):
+                if not self._is_blank(lines[begin], sizes[begin]):
                     yield self._close()
                     continue
                 end = begin + 1
@@ -102,7 +105,7 @@ class BlockAssembler:
     def _take(self, line: bytes, size: int, *, checked: bool) -> None:
         self._offset += size + 1
         self._line += 1
-        if _is_blank(line, size):
+        if self._is_blank(line, size):
             return
         block = self._block
         block.line_numbers.append(self._line)
@@ -112,6 +115,10 @@ class BlockAssembler:
             block.rejects.append(Reject(self._ordinal, self._line, bad.document_id, bad.code, bad.message))
         self._ordinal += 1
         self._bytes += size if size <= self._options.max_line_bytes else 0
+
+    def _is_blank(self, line: bytes, size: int) -> bool:
+        # A line above the bound may have been dropped unseen, so none of them counts as blank.
+        return size <= self._options.max_line_bytes and (size == 0 or line.isspace())
 
     def _decode(self, line: bytes, size: int, checked: bool) -> Any:
         if size > self._options.max_line_bytes:
@@ -123,8 +130,3 @@ class BlockAssembler:
             return self._parser.decode(line)
         except (msgspec.DecodeError, RecursionError):
             return self._parser.examine(line)
-
-
-def _is_blank(line: bytes, size: int) -> bool:
-    # The stand-in of a dropped line is empty too, but its size is not 0.
-    return size == 0 or line.isspace()

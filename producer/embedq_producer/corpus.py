@@ -26,6 +26,18 @@ def open_corpus(path: Path) -> BinaryIO:
         raise InputError(f"The corpus {str(path)!r} cannot be opened: {describe_os_error(error)}.") from error
 
 
+def read_some(stream: BinaryIO, size: int, name: str) -> bytes:
+    """At most `size` bytes, none at the end only; raises InputError if the read fails or would have to wait."""
+    try:
+        data: bytes | None = stream.read(size)
+    except OSError as error:
+        raise InputError(f"The corpus {name} cannot be read: {describe_os_error(error)}.") from error
+    if data is None:
+        # To take this for the end would lose the rest of the corpus without a word.
+        raise InputError(f"The corpus {name} is a non-blocking stream; open it in blocking mode.")
+    return data
+
+
 def describe_os_error(error: OSError | ValueError) -> str:
     """The system's own words without errno and path, to be put into a sentence."""
     return (getattr(error, "strerror", None) or str(error)).lower()
@@ -42,11 +54,7 @@ def corpus_identity(path: Path) -> str:
         raise InputError(f"The corpus {path} is a pipe, so a run over it could not be resumed.")
     with open_corpus(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        digest = hashlib.sha256()
-        try:
-            digest.update(stream.read(_SAMPLE_BYTES))
-            stream.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(stream.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise InputError(f"The corpus {path} cannot be read: {describe_os_error(error)}.") from error
+        digest = hashlib.sha256(read_some(stream, _SAMPLE_BYTES, str(path)))
+        stream.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(read_some(stream, _SAMPLE_BYTES, str(path)))
     return f"{size}-{digest.hexdigest()}"

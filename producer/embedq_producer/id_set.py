@@ -14,6 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 _SHORT_BYTES = 64
+# Bounds the padded copy of the ids, whatever the block: 8 bytes of index for each byte of it.
+_ROWS_AT_ONCE = 4096
 _WORDS = _SHORT_BYTES // 4
 # Fixed keys, not per-process ones: a run that is resumed elsewhere must take the same decision for the same id.
 _KEY = b"embedq id set 1"
@@ -30,6 +32,9 @@ def hash_ids(ids: pa.StringArray) -> NDArray[np.uint64]:
     vectorised over the block. Longer ones take keyed BLAKE2b.
     """
     count = len(ids)
+    if count > _ROWS_AT_ONCE:
+        parts = [hash_ids(ids.slice(first, _ROWS_AT_ONCE)) for first in range(0, count, _ROWS_AT_ONCE)]
+        return np.concatenate(parts)
     _, offsets_buffer, data_buffer = ids.buffers()
     if count == 0 or data_buffer is None or data_buffer.size == 0:
         return np.full(count, _combine(_MULTIPLIERS[:, 0]), dtype=np.uint64)

@@ -18,7 +18,7 @@ from embedq_schemas.errors import DocumentErrorCode, InputError
 
 from .assembly import BlockAssembler, DecodedBlock
 from .blocks import CorpusBlock, ReadOptions, Reject, document_schema
-from .corpus import describe_os_error, open_corpus
+from .corpus import describe_os_error, open_corpus, read_some
 from .documents import DocumentParser, document_ids
 from .id_set import IdSet, hash_ids
 from .lines import split_lines
@@ -85,13 +85,18 @@ def _rewind(stream: BinaryIO, name: str, end: Position) -> None:
         raise InputError(f"The corpus {name} is a stream, which can only be read from its start.")
     try:
         size = stream.seek(0, io.SEEK_END)
+        before = b"\n"
+        if 0 < end.byte_offset < size:
+            stream.seek(end.byte_offset - 1)
+            before = read_some(stream, 1, name)
         stream.seek(0)
     except OSError as error:
         raise InputError(f"The corpus {name} cannot be read: {describe_os_error(error)}.") from error
+    stopped = f"the run stopped at byte {end.byte_offset}"
     if end.byte_offset > size:
-        raise InputError(
-            f"The corpus {name} was changed: it has {size} bytes, and the run stopped at byte {end.byte_offset}."
-        )
+        raise InputError(f"The corpus {name} was changed: it has {size} bytes, and {stopped}.")
+    if before != b"\n":
+        raise InputError(f"The corpus {name} was changed: {stopped}, where no line begins now.")
 
 
 def _decode(
@@ -107,7 +112,7 @@ def _decode(
     if stop is not None:
         head = head[: stop.byte_offset]
     skipped = len(head) if head == _BYTE_ORDER_MARK else 0
-    assembler = BlockAssembler(parser, options, Position(start.byte_offset + skipped, start.line, start.ordinal))
+    assembler = BlockAssembler(parser, options, start, skipped_bytes=skipped)
     batches = split_lines(
         stream,
         name=name,
@@ -124,12 +129,9 @@ def _decode(
 
 def _read_head(stream: BinaryIO, name: str) -> bytes:
     head = b""
-    try:
-        # A raw stream may give fewer bytes than asked for.
-        while len(head) < len(_BYTE_ORDER_MARK) and (more := stream.read(len(_BYTE_ORDER_MARK) - len(head))):
-            head += more
-    except OSError as error:
-        raise InputError(f"The corpus {name} cannot be read: {describe_os_error(error)}.") from error
+    # A raw stream may give fewer bytes than asked for.
+    while len(head) < len(_BYTE_ORDER_MARK) and (more := read_some(stream, len(_BYTE_ORDER_MARK) - len(head), name)):
+        head += more
     return head
 
 

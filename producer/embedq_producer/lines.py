@@ -8,9 +8,8 @@ from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-from embedq_schemas.errors import InputError
 
-from .corpus import describe_os_error
+from .corpus import read_some
 
 # Small enough that lines are still in the processor's cache when they are decoded: a third faster than 1 MiB.
 READ_BYTES = 1 << 17
@@ -42,7 +41,7 @@ def split_lines(
 
     Holds at most `max_line_bytes` and one read of an unfinished line; a longer one is dropped while it is read. A batch
     may still hold a complete line above the bound (where one read is larger than the bound): the caller measures.
-    Raises InputError if a read fails.
+    Raises InputError as `read_some` does.
     """
     parts: list[bytes] = []
     held = 0
@@ -71,10 +70,7 @@ def split_lines(
         else:
             parts.clear()
         wanted = read_bytes if remaining is None else min(read_bytes, remaining)
-        try:
-            chunk = stream.read(wanted) if wanted > 0 else b""
-        except OSError as error:
-            raise InputError(f"The corpus {name} cannot be read: {describe_os_error(error)}.") from error
+        chunk = read_some(stream, wanted, name) if wanted > 0 else b""
         if remaining is not None:
             remaining -= len(chunk)
         if not chunk:
