@@ -183,9 +183,6 @@ class Consumer:
         with self._lock:
             return len(self._held)
 
-    def waiting(self, lane: Lane) -> int:
-        """Entries in the stage's stream, delivered and not."""
-        return int(self._client.xlen(self.stage.stream(self.keys, lane)))
 
     def _snapshot(self) -> list[tuple[str, str]]:
         with self._lock:
@@ -222,6 +219,21 @@ class Consumer:
             self.ensure_groups()
             return empty
         return reply
+
+
+def undelivered(client: redis.Redis, keys: Keys, stage: Stage, lane: Lane) -> int:
+    """Entries no consumer of the stage holds. (`lag` would tell, but is null once an entry was deleted.)"""
+    stream = stage.stream(keys, lane)
+    pipe = client.pipeline(transaction=True)
+    pipe.xlen(stream)
+    pipe.xpending(stream, stage)
+    try:
+        length, pending = pipe.execute()
+    except ResponseError as error:
+        if "NOGROUP" not in str(error):
+            raise
+        return int(client.xlen(stream))
+    return int(length) - int(pending["pending"])
 
 
 def release_consumer(client: redis.Redis, keys: Keys, stage: Stage, name: str, *, lease_ms: int) -> int:

@@ -80,6 +80,11 @@ class Keys:
         """Sorted set: run ids by creation time."""
         return self._key("runs")
 
+    @property
+    def open_datasets(self) -> str:
+        """Set: runs whose dataset is not finished."""
+        return self._key("open")
+
     def run(self, run: str) -> str:
         """Hash: one run's specification, status and counters."""
         return self._key("run", run)

@@ -11,7 +11,7 @@ import redis
 from embedq_schemas.dead_letter import DeadLetter
 from embedq_schemas.errors import CodecError, RunNotFoundError
 from embedq_schemas.job import Codec
-from embedq_schemas.names import SCHEMA_VERSION
+from embedq_schemas.names import LANES, SCHEMA_VERSION
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
 from embedq_broker import scripts
@@ -54,7 +54,7 @@ class Registry:
 
     def create(self, spec: RunSpec) -> RunSpec:
         """Register `spec`, or return the specification the run already has."""
-        keys = [self.keys.run(spec.run), self.keys.runs]
+        keys = [self.keys.run(spec.run), self.keys.runs, self.keys.open_datasets]
         reply = scripts.call(self._client, "create_run", keys, [spec.run, spec.encode(), spec.sink.kind])
         return spec if reply[0] == 1 else RunSpec.decode(reply[1])
 
@@ -69,6 +69,7 @@ class Registry:
         payload: bytes | memoryview = b"",
         codec: Codec = Codec.ARROW,
         skipped: int = 0,
+        settled: int = 0,
         dead: Sequence[DeadLetter] = (),
         close: bool = False,
     ) -> Enqueued:
@@ -77,6 +78,7 @@ class Registry:
         Args:
             documents: documents in `payload`; 0 with an empty payload sends only the outcomes beside it.
             skipped: input documents that are not computed on purpose.
+            settled: input documents whose outcome `restore` has counted already.
             dead: input documents that cannot become jobs.
             close: no more input follows.
         """
@@ -88,13 +90,27 @@ class Registry:
                 [self.keys.run(spec.run), jobs, self.keys.bytes, self.keys.dead(spec.run)],
                 [
                     *(expected, position, max_backlog_bytes, self.keys.suffix(jobs), spec.run, documents, skipped),
-                    *(int(close), SCHEMA_VERSION, codec, payload),
+                    *(int(close), SCHEMA_VERSION, codec, payload, settled),
                     *(letter.encode() for letter in dead),
                 ],
             )
         except redis.exceptions.OutOfMemoryError:
             return Enqueued(EnqueueOutcome.FULL, "the server is at maxmemory")
         return Enqueued(EnqueueOutcome(text(reply[0])), text(str(reply[1])) if len(reply) > 1 else "")
+
+    def restore(self, spec: RunSpec, counters: RunCounters, *, files: int) -> None:
+        """Register `spec` anew with outcomes that its dataset proves, forgetting whatever the queue holds of it.
+
+        For a queue that serves this run alone, and no worker at the moment: streams are dropped whole.
+        """
+        streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
+        pipe = self._client.pipeline(transaction=True)
+        pipe.delete(self.keys.run(spec.run), self.keys.dead(spec.run), self.keys.commits, self.keys.bytes, *streams)
+        pipe.execute()
+        self.create(spec)
+        fields: dict[Any, Any] = {"committed_files": files, "published_files": files}
+        fields |= {name: getattr(counters, name) for name in ("succeeded", "failed", "skipped", "tokens")}
+        self._client.hset(self.keys.run(spec.run), mapping=fields)
 
     def state(self, run: str) -> RunState:
         """The run now; raises RunNotFoundError."""
@@ -156,6 +172,18 @@ class Registry:
             except RunNotFoundError:
                 self._client.zrem(self.keys.runs, name)
         return states
+
+    def open_datasets(self) -> list[str]:
+        """Runs whose dataset is not finished; forgets those that ended or expired."""
+        names: Any = self._client.smembers(self.keys.open_datasets)
+        open_runs = []
+        for name in sorted(map(text, names)):
+            status = self.status(name)
+            if status is None or status.terminal:
+                self._client.srem(self.keys.open_datasets, name)
+            else:
+                open_runs.append(name)
+        return open_runs
 
     def dead_letters(self, run: str, *, after: str = "-", count: int = 1000) -> list[tuple[str, DeadLetter]]:
         """A page of the dead letters still in Redis, in the order of their arrival, after entry id `after`."""

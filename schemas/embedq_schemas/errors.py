@@ -142,6 +142,7 @@ class DocumentErrorCode(StrEnum):
     INVALID_METADATA = "invalid_metadata"  # a kept metadata column has a value its type cannot hold
     DUPLICATE_ID = "duplicate_id"  # an earlier document of this run has this id
     INVALID_JOB = "invalid_job"  # the job entry does not decode
+    INVALID_BATCH = "invalid_batch"  # the token batch entry does not decode
     TOKENIZER_FAILED = "tokenizer_failed"  # the tokenizer raised on this text
     TOO_LONG = "too_long"  # more tokens than the model's maximum, where truncation is off
     ENGINE_FAILED = "engine_failed"  # the forward pass raised on this document alone

@@ -1,5 +1,5 @@
 -- Register a run, or find it.
--- KEYS: 1 run hash, 2 runs sorted set
+-- KEYS: 1 run hash, 2 runs sorted set, 3 set of runs with a dataset to finish
 -- ARGV: 1 run id, 2 specification, 3 sink kind
 -- Returns {1} when created, {0, specification} when it was there.
 local spec = redis.call('HGET', KEYS[1], 'spec')
@@ -9,4 +9,5 @@ redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'sink', ARGV[3], 'status', 'validat
   'input', 0, 'ready', 0, 'succeeded', 0, 'failed', 0, 'skipped', 0, 'tokens', 0,
   'committed_files', 0, 'published_files', 0, 'created_ms', now, 'updated_ms', now)
 redis.call('ZADD', KEYS[2], now, ARGV[1])
+if ARGV[3] == 'parquet' then redis.call('SADD', KEYS[3], ARGV[1]) end
 return {1}

@@ -3,7 +3,8 @@
 -- producer of the same run is fenced off.
 -- KEYS: 1 run hash, 2 jobs stream, 3 bytes hash, 4 dead letters stream
 -- ARGV: 1 expected position, 2 new position, 3 max backlog bytes, 4 field of `bytes`, 5 run id, 6 documents, 7 skipped,
---       8 close input (0/1), 9 schema version, 10 codec, 11 payload ('' for none), 12... dead letters
+--       8 close input (0/1), 9 schema version, 10 codec, 11 payload ('' for none), 12 documents whose outcome is counted
+--       already, 13... dead letters
 -- Returns {'ok'} | {'dup'} | {'fenced', position} | {'stopped', status} | {'full', backlog} | {'gone'}
 local r = redis.call('HMGET', KEYS[1], 'status', 'position', 'input_closed')
 if not r[1] then return {'gone'} end
@@ -18,11 +19,11 @@ if size > 0 then
   redis.call('XADD', KEYS[2], '*', 'v', ARGV[9], 'codec', ARGV[10], 'run', ARGV[5], 'n', ARGV[6], 'payload', ARGV[11])
   redis.call('HINCRBY', KEYS[3], ARGV[4], size)
 end
-local dead = #ARGV - 11
-for i = 12, #ARGV do redis.call('XADD', KEYS[4], '*', 'letter', ARGV[i]) end
-local skipped = tonumber(ARGV[7])
-redis.call('HINCRBY', KEYS[1], 'input', tonumber(ARGV[6]) + skipped + dead)
-redis.call('HINCRBY', KEYS[1], 'ready', skipped + dead)
+local dead = #ARGV - 12
+for i = 13, #ARGV do redis.call('XADD', KEYS[4], '*', 'letter', ARGV[i]) end
+local skipped, settled = tonumber(ARGV[7]), tonumber(ARGV[12])
+redis.call('HINCRBY', KEYS[1], 'input', tonumber(ARGV[6]) + skipped + settled + dead)
+redis.call('HINCRBY', KEYS[1], 'ready', skipped + settled + dead)
 redis.call('HINCRBY', KEYS[1], 'failed', dead)
 redis.call('HINCRBY', KEYS[1], 'skipped', skipped)
 redis.call('HSET', KEYS[1], 'position', ARGV[2], 'status', 'in_progress', 'updated_ms', now_ms())

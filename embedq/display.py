@@ -1,0 +1,163 @@
+"""What a person sees: progress while a run goes on, and tables of its state."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+
+from embedq_broker.liveness import Heartbeat
+from embedq_schemas.run import RunState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+
+from embedq.run import Snapshot
+
+_WINDOW_S = 15.0
+
+
+class RunProgress:
+    """A progress bar on a terminal; a line every few seconds elsewhere. Documents, tokens/s, errors, time left."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[facts]}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=None, facts="")
+        self._history: deque[tuple[float, int, int]] = deque()
+        self._next_line = time.monotonic() + 10
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def note(self, sentence: str) -> None:
+        """One sentence, above the bar."""
+        self._console.print(sentence, highlight=False, soft_wrap=True)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Bring the display up to date."""
+        state, now = snapshot.state, time.monotonic()
+        counters = state.counters
+        self._history.append((now, counters.settled, counters.tokens))
+        while len(self._history) > 2 and now - self._history[0][0] > _WINDOW_S:
+            self._history.popleft()
+        facts = self._facts(snapshot)
+        label = str(state.status) if snapshot.ready else "loading the model"
+        total = counters.input if state.input_closed else None
+        self._bar.update(self._task, description=label, completed=counters.settled, total=total, facts=facts)
+        if not self._console.is_terminal and now >= self._next_line:
+            self._next_line = now + 10
+            self._console.print(f"{label}: {facts}", highlight=False, soft_wrap=True)
+
+    def _facts(self, snapshot: Snapshot) -> str:
+        state = snapshot.state
+        counters = state.counters
+        first, last = self._history[0], self._history[-1]
+        span = last[0] - first[0]
+        of = f"{counters.input:,}" if state.input_closed else f"{counters.input:,}+"
+        parts = [f"{counters.settled:,}/{of} documents"]
+        if span > 0.5:
+            parts.append(f"{(last[2] - first[2]) / span:,.0f} tokens/s")
+            rate = (last[1] - first[1]) / span
+            if state.input_closed and rate > 0:
+                parts.append(f"{_duration((counters.input - counters.settled) / rate)} left")
+        if counters.failed:
+            parts.append(f"{counters.failed:,} errors")
+        if snapshot.restarts:
+            parts.append(f"{snapshot.restarts} restarts")
+        return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def summary(state: RunState, seconds: float) -> str:
+    """The last words of a run."""
+    c = state.counters
+    rate = f", {c.tokens / seconds:,.0f} tokens/s" if seconds > 0 and c.tokens else ""
+    return (
+        f"{state.status}: {c.succeeded:,} vectors of {c.input:,} documents, {c.failed:,} failed, "
+        f"{c.skipped:,} skipped, {c.tokens:,} tokens in {_duration(seconds)}{rate}"
+    )
+
+
+def runs_table(states: list[RunState]) -> Table:
+    """One row a run."""
+    table = Table("run", "status", "lane", "input", "succeeded", "failed", "skipped", "tokens", "files", "output")
+    for state in states:
+        c = state.counters
+        open_end = "" if state.input_closed else "+"
+        sink = state.spec.sink
+        table.add_row(
+            state.spec.run,
+            str(state.status),
+            state.spec.lane,
+            f"{c.input:,}{open_end}",
+            f"{c.succeeded:,}",
+            f"{c.failed:,}",
+            f"{c.skipped:,}",
+            f"{c.tokens:,}",
+            str(state.published_files),
+            sink.path if sink.kind == "parquet" else "stream",
+        )
+    return table
+
+
+def workers_table(beats: list[Heartbeat], *, silent_after_s: float) -> Table:
+    """One row a process: who is alive, what it does, for how long."""
+    now = time.time()
+    table = Table("process", "role", "state", "for", "held", "documents", "tokens", "last heard", "detail")
+    for beat in beats:
+        silent = now - beat.at
+        state = beat.state if silent < silent_after_s else "silent"
+        table.add_row(
+            beat.consumer, beat.role, state, _duration(beat.state_s), str(beat.held), f"{beat.documents:,}",
+            f"{beat.tokens:,}", f"{silent:.0f} s ago", beat.detail,
+        )  # fmt: skip
+    return table
+
+
+def state_json(state: RunState) -> dict[str, Any]:
+    """A run's state for machines."""
+    c = state.counters
+    return {
+        "run": state.spec.run,
+        "status": state.status,
+        "lane": state.spec.lane,
+        "input": c.input,
+        "input_closed": state.input_closed,
+        "succeeded": c.succeeded,
+        "failed": c.failed,
+        "skipped": c.skipped,
+        "tokens": c.tokens,
+        "committed_files": state.committed_files,
+        "published_files": state.published_files,
+        "sink": state.spec.sink.model_dump(),
+        "error": state.error,
+        "created_at": state.created_at,
+        "updated_at": state.updated_at,
+    }
+
+
+def consoles() -> tuple[Console, Console]:
+    """(standard output for results, standard error for everything else)."""
+    return Console(file=sys.stdout), Console(stderr=True)

@@ -1,0 +1,367 @@
+"""Every option of every command, once. Command line flags, `EMBEDQ_*` variables and keys of `embedq.toml` are three
+doors to these fields; a flag wins over a variable, a variable over the file.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from embedq_broker.settings import BrokerSettings
+from embedq_producer.blocks import ReadOptions
+from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, TruncationSide
+from embedq_schemas.errors import UsageError
+from embedq_schemas.names import Lane
+from embedq_schemas.run import Durability
+from embedq_worker.engine.settings import AttentionKind, Dtype, EngineKind, EngineSettings
+from embedq_worker.settings import WorkerSettings
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+ENV_PREFIX = "EMBEDQ_"
+TOML_FILE = "embedq.toml"
+
+
+class Options(BaseSettings):
+    """Base of every command's options."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, toml_file=TOML_FILE, extra="ignore", frozen=True, enable_decoding=False
+    )
+
+    #: Fields whose flag is not their name.
+    flags: ClassVar[dict[str, str]] = {
+        "redis_url": "--redis",
+        "output": "--output,-o",
+        "model": "--model,-m",
+        "output_roots": "--output-root",
+        "id_field": "--id",
+        "text_field": "--text",
+        "run": "--run",
+    }
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _split_lists(cls, value: Any, info: Any) -> Any:
+        """Lists come from variables as comma-separated text."""
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, str) and _is_tuple(annotation):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return value
+
+    @classmethod
+    def load(cls, given: dict[str, Any]) -> typing.Self:
+        """Options from what the command line gave, the environment and the file; raises UsageError."""
+        _check_toml_keys()
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else ""
+            flag = cls.flag(name).partition(",")[0] if name in cls.model_fields else name
+            raise UsageError(f"{flag}: {first['msg']} (given: {str(first.get('input'))[:80]!r})") from None
+        except ValueError as error:
+            # A file that is not TOML, or a variable that is not of its field's form.
+            raise UsageError(f"{TOML_FILE} or an {ENV_PREFIX}* variable cannot be read: {error}") from None
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """The flag of a field, with its short form after a comma."""
+        return cls.flags.get(name, "--" + name.replace("_", "-"))
+
+
+def _is_tuple(annotation: Any) -> bool:
+    if isinstance(annotation, types.UnionType):
+        return any(_is_tuple(member) for member in typing.get_args(annotation))
+    return typing.get_origin(annotation) is tuple
+
+
+def _check_toml_keys() -> None:
+    """A misspelt key must not be silently without effect."""
+    import tomllib
+
+    try:
+        with open(TOML_FILE, "rb") as file:
+            keys = set(tomllib.load(file))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{TOML_FILE} cannot be read: {error}") from None
+    known = {name for command in ALL_OPTIONS for name in command.model_fields}
+    if unknown := sorted(keys - known):
+        raise UsageError(f"{TOML_FILE} has a key no command knows: {', '.join(unknown)}")
+
+
+class ConnectOptions(Options):
+    """Which queue on which server."""
+
+    redis_url: str = BrokerSettings.model_fields["redis_url"].default
+    queue: str = BrokerSettings.model_fields["queue"].default
+
+
+def _inherit(options: type[Options], base: type[Any], names: tuple[str, ...]) -> None:
+    """Describe fields of `options` as the component's own settings model does, so that each text stands once."""
+    for name in names:
+        source = base.model_fields[name]
+        options.model_fields[name].description = source.description
+
+
+class CorpusOptions(Options):
+    """How the corpus is read."""
+
+    id_field: str = Field(
+        "id", description="Field that holds a document's id; documents without one get an id made from their text."
+    )
+    text_field: str = Field("text", description="Field that holds a document's text.")
+    metadata: tuple[str, ...] = Field(
+        (), description="Field to keep as a column of the output; may be given several times."
+    )
+    strict: bool = Field(
+        False, description="Stop at the first bad line instead of writing it to the errors and going on."
+    )
+    on_duplicate_id: Literal["skip", "error"] = Field(
+        "skip",
+        description="A document whose id occurred before in the corpus: skip counts it as skipped, "
+        "error makes it an error row. The first one always counts.",
+    )
+    job_documents: int = Field(1024, ge=1, le=65536, description="Most documents in one job.")
+    job_bytes: int = Field(1 << 20, ge=1024, le=256 << 20, description="Most bytes of input in one job.")
+    max_line_bytes: int = Field(
+        64 << 20, ge=1024, le=1 << 30, description="Longest line read, in bytes; a longer one becomes an error row."
+    )
+
+    def read_options(self) -> ReadOptions:
+        """For the corpus reader."""
+        return ReadOptions(
+            id_field=self.id_field,
+            text_field=self.text_field,
+            metadata=self.metadata,
+            block_bytes=self.job_bytes,
+            block_documents=self.job_documents,
+            max_line_bytes=self.max_line_bytes,
+            strict=self.strict,
+        )
+
+
+class EncodingFlags(Options):
+    """How texts become vectors."""
+
+    dimensions: int | None = Field(
+        None, ge=1, description="Components per vector: cut (Matryoshka), then normalised. Unset: the model's."
+    )
+    prompt: str | None = Field(None, description="Text put before every document, verbatim.")
+    prompt_name: str | None = Field(
+        None, description="Name of a prompt of the checkpoint to put before every document."
+    )
+    normalize: bool | None = Field(None, description="L2-normalise vectors. Unset: as the checkpoint says.")
+    max_length: int | None = Field(
+        None, ge=2, description="Tokens per document, special ones included. Unset: the model's."
+    )
+    truncation_side: TruncationSide = Field(
+        TruncationSide.RIGHT, description="Which end of a text above the maximum is dropped."
+    )
+    on_special_tokens: OnSpecialTokens = Field(
+        OnSpecialTokens.KEEP,
+        description="A literal <|im_end|> in a text: keep makes it the special token, escape plain text.",
+    )
+    on_long: OnLong = Field(OnLong.TRUNCATE, description="A text above the maximum: truncate, or make it an error row.")
+
+    def encoding(self, prompts: dict[str, str]) -> EncodingOptions:
+        """Encoding options, with the prompt's name looked up in `prompts`; raises UsageError."""
+        prompt = self.prompt or ""
+        if self.prompt_name is not None:
+            if self.prompt is not None:
+                raise UsageError("--prompt and --prompt-name exclude each other")
+            if self.prompt_name not in prompts:
+                names = ", ".join(sorted(prompts)) or "none"
+                raise UsageError(f"the model has no prompt {self.prompt_name!r}; it has: {names}")
+            prompt = prompts[self.prompt_name]
+        return EncodingOptions(
+            dimensions=self.dimensions,
+            prompt=prompt,
+            normalize=self.normalize,
+            max_length=self.max_length,
+            truncation_side=self.truncation_side,
+            on_special_tokens=self.on_special_tokens,
+            on_long=self.on_long,
+        )
+
+
+class SinkFlags(Options):
+    """Where vectors go, and what goes with them."""
+
+    keep_text: bool = Field(False, description="Keep each document's text as a column of the output.")
+    file_bytes: int = Field(
+        64 << 20,
+        ge=1 << 16,
+        le=1 << 30,
+        description="Bytes of vectors per file; also what a worker holds in memory before it commits.",
+    )
+    durability: Durability = Field(
+        Durability.PROCESS,
+        description="When a commit counts: process (the server has it), fsync (its disk has it), "
+        "replica (a replica has it).",
+    )
+
+
+class _BrokerFields(ConnectOptions):
+    lease_s: float = Field(30.0, ge=0.5, le=3600)
+    max_deliveries: int = Field(3, ge=1, le=100)
+    max_backlog_bytes: int = Field(256 << 20, ge=1 << 20)
+    max_ready_batches: int = Field(256, ge=1)
+
+    def broker(self, redis_url: str | None = None) -> BrokerSettings:
+        """For the broker; `redis_url` overrides."""
+        fields = {name: getattr(self, name) for name in BrokerSettings.model_fields}
+        return BrokerSettings(**fields | ({"redis_url": redis_url} if redis_url else {}))
+
+
+class _WorkerFields(Options):
+    model: str = Field("")
+    revision: str | None = None
+    tokenizers: int = Field(1, ge=0, le=256, description="Tokenizer processes; one feeds several GPUs.")
+    embedders: int = Field(
+        1, ge=0, le=256, description="Embedder processes where no GPU is named; on one CPU one is fastest."
+    )
+    gpus: tuple[int, ...] = Field(
+        (), description="GPUs to use, comma-separated: a replica of the model on each, or tensor-parallel groups."
+    )
+    engine: EngineKind = "auto"
+    device: str = "auto"
+    dtype: Dtype = "auto"
+    attention: AttentionKind = "auto"
+    tensor_parallel: int | Literal["auto"] = 1
+    threads: int | None = Field(None, ge=1)
+    max_batch_tokens: int | Literal["auto"] = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    tokenizer_backend: Literal["auto", "gigatoken", "huggingface"] = "auto"
+    flush_interval_s: float = Field(30.0, gt=0, le=3600)
+    grace_s: float = Field(30.0, gt=0, le=3600)
+    storage_patience_s: float = Field(600.0, ge=0)
+    prefetch: int = Field(4, ge=1, le=1024)
+    window_jobs: int = Field(4, ge=1, le=1024)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Least severe log lines to write."
+    )
+
+    def engine_settings(self) -> EngineSettings:
+        """For the engine."""
+        return EngineSettings(
+            kind=self.engine,
+            device=self.device,
+            dtype=self.dtype,
+            attention=self.attention,
+            tensor_parallel=self.tensor_parallel,
+            threads=self.threads,
+            max_batch_tokens=self.max_batch_tokens,
+            compile=self.compile,
+        )
+
+    def worker_settings(self, output_roots: tuple[Path, ...]) -> WorkerSettings:
+        """For the worker's processes."""
+        names = [name for name in WorkerSettings.model_fields if name != "output_roots"]
+        return WorkerSettings(output_roots=output_roots, **{name: getattr(self, name) for name in names})
+
+
+class ProduceOptions(_BrokerFields, CorpusOptions, EncodingFlags, SinkFlags):
+    """Options of `embedq produce`."""
+
+    output: Path | None = Field(
+        None, description="Dataset directory, as the workers see it. Unset: results go to a stream in Redis."
+    )
+    run: str | None = Field(
+        None,
+        description="Name of the run. Unset: made from the corpus and the options, so that the same command resumes.",
+    )
+    lane: Lane = Field(Lane.BULK, description="interactive goes before bulk.")
+    ttl_s: int = Field(3600, ge=1, description="Seconds the results of a run without a dataset stay in Redis.")
+    wait: bool = Field(False, description="Wait until every document has its outcome.")
+
+
+class WorkerOptions(_BrokerFields, _WorkerFields):
+    """Options of `embedq worker`."""
+
+    output_roots: tuple[Path, ...] = ()
+    roles: tuple[Literal["tokenizer", "embedder"], ...] = Field(
+        ("tokenizer", "embedder"), description="Which processes to run here, comma-separated: tokenizer, embedder."
+    )
+
+
+class RunOptions(_BrokerFields, _WorkerFields, CorpusOptions, EncodingFlags, SinkFlags):
+    """Options of `embedq run`."""
+
+    redis_url: str | None = Field(
+        None, description="Server that holds the queue. Unset: an embedded one, its state in the output directory."
+    )  # type: ignore[assignment]
+    output: Path = Field(Path(), description="Dataset directory. Everything a run needs to resume lies in it.")
+    storage_patience_s: float = Field(20.0, ge=0)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "WARNING", description="Least severe log lines to write."
+    )
+
+
+class StatusOptions(ConnectOptions):
+    """Options of `embedq status`."""
+
+    json_output: bool = Field(False, description="One JSON document instead of tables.")
+    watch: bool = Field(False, description="Show it again every second until interrupted.")
+
+    flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
+
+
+class ResultsOptions(ConnectOptions):
+    """Options of `embedq results`."""
+
+    follow: bool = Field(False, description="Wait for more until the run is over.")
+    after: str | None = Field(None, description="Cursor printed by an earlier call: only what came after it.")
+
+
+class ErrorsOptions(ConnectOptions):
+    """Options of `embedq errors`."""
+
+    json_output: bool = Field(False, description="One JSON object per line instead of a table.")
+    code: str | None = Field(None, description="Only errors of this code.")
+
+    flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
+
+
+class CancelOptions(ConnectOptions):
+    """Options of `embedq cancel`."""
+
+
+ALL_OPTIONS: tuple[type[Options], ...] = (
+    RunOptions,
+    ProduceOptions,
+    WorkerOptions,
+    StatusOptions,
+    ResultsOptions,
+    ErrorsOptions,
+    CancelOptions,
+)
+
+for _options in ALL_OPTIONS:
+    for _base in (BrokerSettings, WorkerSettings):
+        _inherit(
+            _options,
+            _base,
+            tuple(
+                n for n in _base.model_fields if n in _options.model_fields and not _options.model_fields[n].description
+            ),
+        )
+    for _name, _source in EngineSettings.model_fields.items():
+        _target = "engine" if _name == "kind" else _name
+        if _target in _options.model_fields and not _options.model_fields[_target].description:
+            _options.model_fields[_target].description = _source.description

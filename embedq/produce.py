@@ -1,0 +1,109 @@
+"""`embedq produce`: a corpus into the queue, for workers that run elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from embedq_broker.connect import broker_errors, check_server, connect
+from embedq_broker.keys import Keys, check_run_id
+from embedq_broker.liveness import model_facts
+from embedq_broker.registry import Registry
+from embedq_producer.corpus import corpus_identity
+from embedq_producer.feed import Stopped, feed
+from embedq_schemas.errors import InputError, OutputError, RunConflictError, RunIncompleteError, UsageError
+from embedq_schemas.run import ParquetSink, RunSpec, RunState, StreamSink
+
+from embedq.options import ProduceOptions
+from embedq.run import exit_status
+
+
+def produce_corpus(
+    corpus: Path,
+    options: ProduceOptions,
+    *,
+    stopping: Callable[[], bool],
+    on_note: Callable[[str], None],
+) -> tuple[RunState, int]:
+    """Send `corpus` as a run, or go on with it. Returns (state, exit status).
+
+    Raises:
+        EmbedqError: with the leaf that says why it cannot go on; RunIncompleteError when told to stop.
+    """
+    if not corpus.exists():
+        raise InputError(f"The corpus {corpus} does not exist.")
+    identity = f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}"
+    read_options = options.read_options()
+    client = connect(options.redis_url, role="producer")
+    with broker_errors(options.redis_url):
+        for warning in check_server(client, options.redis_url):
+            on_note(warning)
+        keys = Keys(options.queue)
+        registry = Registry(client, keys)
+        wanted = _request(identity, options, model_facts(client, keys))
+        spec = registry.create(wanted)
+        if not spec.same_request(wanted):
+            raise RunConflictError(
+                f"run {spec.run} was made with another corpus or other options; choose another --run"
+            )
+        if spec.created_at != wanted.created_at:
+            on_note(f"resuming run {spec.run}")
+        try:
+            feed(
+                registry,
+                spec,
+                corpus,
+                read_options,
+                options.broker(),
+                skip_duplicate_ids=options.on_duplicate_id == "skip",
+                stopping=stopping,
+            )
+        except Stopped as stopped:
+            on_note(f"run {spec.run} takes no more documents: it is {stopped.status}")
+        state = registry.state(spec.run)
+        if not state.input_closed:
+            raise RunIncompleteError(
+                f"stopped after sending {state.counters.input} documents; the same command resumes"
+            )
+        if not options.wait:
+            return state, 0
+        while not state.status.terminal:
+            if stopping():
+                raise RunIncompleteError(f"run {spec.run} is {state.status}; its workers go on")
+            time.sleep(0.2)
+            state = registry.state(spec.run)
+        return state, exit_status(state)
+
+
+def _request(identity: str, options: ProduceOptions, facts: dict[str, str]) -> RunSpec:
+    encoding = options.encoding(json.loads(facts.get("prompts", "{}")))
+    dimension = int(facts.get("dimension", 0))
+    if encoding.dimensions is not None and dimension and encoding.dimensions > dimension:
+        raise UsageError(f"--dimensions {encoding.dimensions} is above the model's {dimension}")
+    sink: ParquetSink | StreamSink = StreamSink(ttl_s=options.ttl_s)
+    if options.output is not None:
+        path = os.path.abspath(options.output)
+        if Path(path).is_file():
+            raise OutputError(f"{path} is a file; give a directory")
+        sink = ParquetSink(path=path, file_bytes=options.file_bytes)
+    spec = RunSpec(
+        run="unnamed",
+        queue=options.queue,
+        encoding=encoding,
+        sink=sink,
+        lane=options.lane,
+        durability=options.durability,
+        metadata=options.metadata,
+        keep_text=options.keep_text,
+        created_at=time.time(),
+        corpus=identity,
+    )
+    if options.run is not None:
+        return spec.model_copy(update={"run": check_run_id(options.run)})
+    # The same command names the same run, so that repeating it resumes instead of sending everything again.
+    content = spec.model_dump_json(exclude={"run", "created_at", "durability"})
+    return spec.model_copy(update={"run": "run-" + hashlib.sha256(content.encode()).hexdigest()[:16]})

@@ -1,0 +1,351 @@
+"""`embedq run`: one command from a corpus to a dataset, on one machine, resumable at any moment.
+
+The command starts an embedded server (unless it is given one), a worker's processes and a producer, watches them, and
+publishes what they commit. Everything the run needs to resume lies in its output directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedq_broker.connect import broker_errors, check_server, connect
+from embedq_broker.embedded import EmbeddedServer
+from embedq_broker.keys import Keys
+from embedq_broker.registry import Registry
+from embedq_producer.corpus import corpus_identity
+from embedq_producer.feed import Stopped, feed
+from embedq_producer.ordinals import OrdinalSet
+from embedq_schemas.errors import (
+    EmbedqError,
+    InputError,
+    OutputError,
+    RunConflictError,
+    RunIncompleteError,
+    UsageError,
+)
+from embedq_schemas.manifest import read_manifest
+from embedq_schemas.run import ParquetSink, RunCounters, RunSpec, RunState, RunStatus
+from embedq_worker.checkpoint import Checkpoint, load_checkpoint
+from embedq_worker.sinks.dataset import (
+    RUN_NAME,
+    STATE_NAME,
+    Dataset,
+    require_free,
+    require_writable,
+)
+from embedq_worker.sinks.errors import read_errors
+from embedq_worker.sinks.finish import finish_run
+from embedq_worker.supervisor import Supervisor, plan_slots
+
+from embedq.options import RunOptions
+
+EXIT_FAILED_DOCUMENTS = 3
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a progress display shows."""
+
+    state: RunState
+    ready: bool  # every worker process is up
+    restarts: int
+    elapsed_s: float
+
+
+def run_corpus(
+    corpus: Path,
+    options: RunOptions,
+    *,
+    stopping: Callable[[], bool],
+    on_progress: Callable[[Snapshot], None] = lambda _: None,
+    on_note: Callable[[str], None] = lambda _: None,
+) -> RunState:
+    """Embed `corpus` into the dataset `options.output`, or go on where an earlier call stopped.
+
+    Args:
+        corpus: a JSONL file.
+        options: everything else.
+        stopping: asked a few times a second; True drains the workers and leaves a run that can be resumed.
+        on_progress: called a few times a second.
+        on_note: called with one sentence for the person at the terminal.
+
+    Returns:
+        The run's final state.
+
+    Raises:
+        RunIncompleteError: stopped before its end.
+        EmbedqError: with the leaf that says why it cannot go on.
+    """
+    dataset = Dataset(Path(os.path.realpath(options.output)))
+    _check_paths(corpus, dataset)
+    if not options.model:
+        raise UsageError("--model is missing: name a checkpoint folder or a model hub id")
+    checkpoint = load_checkpoint(options.model, revision=options.revision)
+    wanted = _request(corpus, dataset, options, checkpoint)
+    spec = _claim(dataset, wanted)
+    with ExitStack() as stack:
+        stack.enter_context(_owned(dataset))
+        if dataset.success.exists():
+            on_note(f"{options.output} is already complete")
+            return _finished_state(dataset, spec)
+        url = options.redis_url
+        server: EmbeddedServer | None = None
+        if url is None:
+            server = stack.enter_context(EmbeddedServer(dataset.path / STATE_NAME))
+            url = server.url
+        with broker_errors(url):
+            state = _drive(corpus, options, dataset, spec, url, server, stopping, on_progress, on_note)
+    if server is not None and state.status is RunStatus.COMPLETED:
+        shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
+    return state
+
+
+def exit_status(state: RunState) -> int:
+    """0: complete; 3: complete with failed documents; 1: the run failed or was cancelled."""
+    if state.status is not RunStatus.COMPLETED:
+        return 1
+    return EXIT_FAILED_DOCUMENTS if state.counters.failed else 0
+
+
+def _drive(
+    corpus: Path,
+    options: RunOptions,
+    dataset: Dataset,
+    spec: RunSpec,
+    url: str,
+    server: EmbeddedServer | None,
+    stopping: Callable[[], bool],
+    on_progress: Callable[[Snapshot], None],
+    on_note: Callable[[str], None],
+) -> RunState:
+    client = connect(url, role="run")
+    for warning in check_server(client, url):
+        on_note(warning)
+    keys = Keys(options.queue)
+    registry = Registry(client, keys)
+    done = OrdinalSet()
+    if server is not None:
+        done = reconcile(registry, dataset, spec, on_note)
+    spec = registry.create(spec)
+    broker = options.broker(url)
+    roots = (dataset.path,)
+    slots = plan_slots(
+        tokenizers=options.tokenizers,
+        embedders=options.embedders,
+        gpus=options.gpus,
+        engine=options.engine_settings(),
+    )
+    supervisor = Supervisor(
+        slots, broker, options.worker_settings(roots), ends_on_infrastructure=True, log_level=options.log_level
+    )
+    halt = threading.Event()
+    feeder = _Feeder(
+        lambda: feed(
+            Registry(connect(url, role="producer"), keys),
+            spec,
+            corpus,
+            options.read_options(),
+            broker,
+            skip_duplicate_ids=options.on_duplicate_id == "skip",
+            done=done,
+            stopping=halt.is_set,
+        )
+    )
+    started = time.monotonic()
+    try:
+        supervisor.poll()
+        feeder.start()
+        while True:
+            state = registry.state(spec.run)
+            on_progress(Snapshot(state, supervisor.ready, supervisor.restarts, time.monotonic() - started))
+            if state.status.terminal:
+                return state
+            if state.status in (RunStatus.FINALIZING, RunStatus.CANCELLING):
+                finish_run(client, keys, spec.run, roots)
+            elif stopping():
+                raise RunIncompleteError(
+                    f"stopped with {state.counters.settled} of {state.counters.input} documents read so far done; "
+                    "the same command resumes"
+                )
+            feeder.check()
+            supervisor.poll()
+            if server is not None:
+                server.check()
+            time.sleep(0.01 if state.status is RunStatus.FINALIZING else _POLL_S)
+    finally:
+        halt.set()
+        supervisor.drain()
+        feeder.join()
+
+
+class _Feeder:
+    """The producer's thread."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what ended the producer early, except that the run was cancelled."""
+        if self._failure is not None and not isinstance(self._failure, Stopped):
+            raise self._failure
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # the watching thread must hear of it, whatever it is
+            self._failure = error
+
+
+def reconcile(
+    registry: Registry, dataset: Dataset, spec: RunSpec, on_note: Callable[[str], None] = lambda _: None
+) -> OrdinalSet:
+    """Compare the registry with the dataset; where the server lost acknowledged work, believe the dataset.
+
+    A server that lost the end of its append-only file, or all of it, would embed again what the dataset already
+    holds. Then the run is registered anew with the outcomes that files prove, and its producer starts from the
+    beginning, leaving those documents out. For a queue that serves this run alone.
+
+    Returns:
+        Ordinals whose outcome is settled by the dataset; empty where the registry is up to date.
+    """
+    files = read_manifest(dataset.path)
+    errors = {letter.ordinal: letter for letter in read_errors(dataset)}
+    try:
+        state = registry.state(spec.run)
+    except EmbedqError:
+        state = None
+    known_files = state.published_files if state else 0
+    known_failed = state.counters.failed - state.dead_letters if state else 0
+    if known_files >= len(files) and known_failed >= len(errors):
+        return OrdinalSet()
+    for part in dataset.path.glob("part-*.parquet"):
+        if part.stem.removeprefix("part-") not in files:
+            # Named but never entered in the manifest: its documents are sent again.
+            part.unlink()
+    ordinals = [pair for file in files.values() for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True)]
+    held = OrdinalSet(ordinals)
+    # A document may have failed and, in a part of history the server lost, succeeded: its vector counts.
+    failed = [ordinal for ordinal in errors if ordinal >= 0 and ordinal not in held]
+    counters = RunCounters(
+        succeeded=sum(file.rows for file in files.values()),
+        failed=len(failed),
+        tokens=sum(file.tokens for file in files.values()),
+    )
+    registry.restore(spec, counters, files=len(files))
+    on_note(f"the server had lost work that {dataset.path} holds: {counters.settled} documents are taken from there")
+    return OrdinalSet([*ordinals, *((ordinal, ordinal) for ordinal in failed)])
+
+
+def _check_paths(corpus: Path, dataset: Dataset) -> None:
+    source = Path(os.path.realpath(corpus))
+    if source == dataset.path:
+        raise OutputError(f"the output {dataset.path} is the corpus itself; give another directory")
+    if not corpus.exists():
+        raise InputError(f"The corpus {corpus} does not exist.")
+    if dataset.path in source.parents and source.name.startswith(("_", "part-")):
+        raise OutputError(f"the corpus {corpus} would be overwritten by the dataset {dataset.path}")
+
+
+def _request(corpus: Path, dataset: Dataset, options: RunOptions, checkpoint: Checkpoint) -> RunSpec:
+    encoding = options.encoding(dict(checkpoint.prompts))
+    check_encoding(checkpoint, encoding.dimensions, encoding.max_length)
+    return RunSpec(
+        run=time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2),
+        queue=options.queue,
+        model_fingerprint=checkpoint.fingerprint,
+        encoding=encoding,
+        sink=ParquetSink(path=str(dataset.path), file_bytes=options.file_bytes),
+        durability=options.durability,
+        metadata=options.metadata,
+        keep_text=options.keep_text,
+        created_at=time.time(),
+        corpus=f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}",
+    )
+
+
+def check_encoding(checkpoint: Checkpoint, dimensions: int | None, max_length: int | None) -> None:
+    """Refuse options above the model's; raises UsageError."""
+    if dimensions is not None and dimensions > checkpoint.dimension:
+        raise UsageError(f"--dimensions {dimensions} is above the model's {checkpoint.dimension}")
+    if max_length is not None and max_length > checkpoint.max_length:
+        raise UsageError(f"--max-length {max_length} is above the model's {checkpoint.max_length}")
+
+
+def _claim(dataset: Dataset, wanted: RunSpec) -> RunSpec:
+    """The run the directory holds, if it is this request; else `wanted`, once the directory is known to be free."""
+    owner = dataset.run_spec()
+    if owner is None:
+        leftovers = {STATE_NAME}
+        if not dataset.path.is_dir() or set(os.listdir(dataset.path)) - leftovers:
+            require_free(dataset)
+        require_writable(dataset)
+        dataset.prepare(wanted)
+        return wanted
+    if not owner.same_request(wanted):
+        differing = _differences(owner, wanted)
+        raise OutputError(
+            f"{dataset.path} holds run {owner.run}, made with other options ({differing}); "
+            "give another directory, or repeat the command that made it"
+        )
+    require_writable(dataset)
+    return owner
+
+
+def _differences(owner: RunSpec, wanted: RunSpec) -> str:
+    mine, theirs = wanted.model_dump(mode="json"), owner.model_dump(mode="json")
+    names = [name for name in mine if name not in ("run", "queue", "created_at", "durability", "lane")]
+    return ", ".join(
+        {"model_fingerprint": "model", "corpus": "corpus"}.get(name, name)
+        for name in names
+        if mine[name] != theirs[name]
+    )
+
+
+@contextmanager
+def _owned(dataset: Dataset) -> Iterator[None]:
+    """Keep a second `embedq run` out of the directory."""
+    with (dataset.path / RUN_NAME).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunConflictError(f"another embedq run is writing into {dataset.path}") from None
+        yield
+
+
+def _finished_state(dataset: Dataset, spec: RunSpec) -> RunState:
+    import json
+
+    summary = json.loads(dataset.success.read_bytes())
+    counters = RunCounters(**{name: summary[name] for name in ("input", "succeeded", "failed", "skipped", "tokens")})
+    return RunState(
+        spec=spec,
+        status=RunStatus.COMPLETED,
+        counters=counters,
+        input_closed=True,
+        position=None,
+        committed_files=summary["files"],
+        published_files=summary["files"],
+        dead_letters=0,
+        error=None,
+        created_at=spec.created_at,
+        updated_at=summary["finished_at"],
+    )

@@ -1,0 +1,141 @@
+"""Feeding a run: blocks of a corpus become jobs, at the pace the queue allows, from wherever the run stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+from embedq_broker.registry import Enqueued, EnqueueOutcome, Registry
+from embedq_broker.settings import BrokerSettings
+from embedq_schemas.dead_letter import DeadLetter, Stage, clip
+from embedq_schemas.errors import DocumentErrorCode, RunConflictError, RunNotFoundError
+from embedq_schemas.job import encode_job
+from embedq_schemas.run import RunSpec, RunStatus
+
+from embedq_producer.blocks import CorpusBlock, ReadOptions
+from embedq_producer.jsonl import read_jsonl
+from embedq_producer.ordinals import NOTHING_DONE, OrdinalSet
+from embedq_producer.position import START, Position
+
+_FIRST_WAIT_S = 0.002
+_MOST_WAIT_S = 0.25
+
+
+class Stopped(Exception):
+    """The run takes no more input: it was cancelled, or ended otherwise."""
+
+    def __init__(self, status: str) -> None:
+        super().__init__(f"the run is {status}")
+        self.status = status
+
+
+def feed(
+    registry: Registry,
+    spec: RunSpec,
+    corpus: Path,
+    options: ReadOptions,
+    settings: BrokerSettings,
+    *,
+    skip_duplicate_ids: bool = True,
+    done: OrdinalSet = NOTHING_DONE,
+    stopping: Callable[[], bool] = lambda: False,
+) -> None:
+    """Send the corpus from the run's recorded position to its end, then close the run's input.
+
+    Memory is bounded by one block; the queue's backlog by `settings.max_backlog_bytes`. May be killed and called
+    again at any moment: the position moves in the same step that adds a job.
+
+    Args:
+        skip_duplicate_ids: a document whose id occurred before is counted as skipped; False makes it an error row.
+        done: ordinals whose outcome the registry counts already; they are counted in and not sent.
+        stopping: asked before each job; True returns early, with the input still open.
+
+    Raises:
+        InputError: the corpus cannot be read, or `options.strict` and a line is bad.
+        RunConflictError: another producer feeds this run.
+        Stopped: the run takes no more input.
+        RunNotFoundError: the registry lost the run.
+    """
+    state = registry.state(spec.run)
+    if state.input_closed:
+        return
+    if state.status not in (RunStatus.VALIDATING, RunStatus.IN_PROGRESS):
+        raise Stopped(state.status)
+    recorded = state.position or ""
+    position = Position.from_json(recorded) if recorded else START
+    for block in read_jsonl(corpus, options=options, start=position):
+        if stopping():
+            return
+        if skip_duplicate_ids:
+            block = _skip_duplicates(block)
+        recorded = _send(registry, spec, block, recorded, settings, done, stopping)
+        if not recorded:
+            return
+    _check(
+        spec,
+        registry.enqueue(
+            spec, expected=recorded, position=recorded, max_backlog_bytes=settings.max_backlog_bytes, close=True
+        ),
+    )
+
+
+def _skip_duplicates(block: CorpusBlock) -> CorpusBlock:
+    kept = tuple(reject for reject in block.rejects if reject.code is not DocumentErrorCode.DUPLICATE_ID)
+    skipped = len(block.rejects) - len(kept)
+    return replace(block, rejects=kept, duplicates=block.duplicates + skipped) if skipped else block
+
+
+def _send(
+    registry: Registry,
+    spec: RunSpec,
+    block: CorpusBlock,
+    expected: str,
+    settings: BrokerSettings,
+    done: OrdinalSet,
+    stopping: Callable[[], bool],
+) -> str:
+    """Send one block, waiting while the queue is full. Returns the new position, '' if asked to stop."""
+    position = block.end.to_json()
+    dead = [
+        DeadLetter(id=r.id, ordinal=r.ordinal, line=r.line, stage=Stage.PRODUCE, code=r.code, message=clip(r.message))
+        for r in block.rejects
+        if r.ordinal not in done
+    ]
+    batch = block.documents
+    if done and batch.num_rows:
+        batch = batch.filter(pa.array(~done.contains(batch.column("ordinal").to_numpy())))
+    documents = batch.num_rows
+    settled = block.documents.num_rows - documents + len(block.rejects) - len(dead)
+    payload = encode_job(batch) if documents else b""
+    wait_s = _FIRST_WAIT_S
+    while True:
+        sent = registry.enqueue(
+            spec,
+            expected=expected,
+            position=position,
+            max_backlog_bytes=settings.max_backlog_bytes,
+            documents=documents,
+            payload=payload,
+            skipped=block.duplicates,
+            settled=settled,
+            dead=dead,
+        )
+        if sent.outcome is not EnqueueOutcome.FULL:
+            _check(spec, sent)
+            return position
+        if stopping():
+            return ""
+        time.sleep(wait_s)
+        wait_s = min(wait_s * 2, _MOST_WAIT_S)
+
+
+def _check(spec: RunSpec, sent: Enqueued) -> None:
+    if sent.outcome is EnqueueOutcome.FENCED:
+        raise RunConflictError(f"another producer is feeding run {spec.run}")
+    if sent.outcome is EnqueueOutcome.STOPPED:
+        raise Stopped(sent.detail)
+    if sent.outcome is EnqueueOutcome.GONE:
+        raise RunNotFoundError(f"the registry lost run {spec.run}; was the server flushed?")

@@ -1,0 +1,158 @@
+"""Embedding one token batch: the forward pass, the checks on what it returns, and whose fault a failure is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from embedq_broker.consume import Entry, Share
+from embedq_schemas.dead_letter import DeadLetter, Stage, clip
+from embedq_schemas.encoding import EncodingOptions
+from embedq_schemas.errors import DocumentErrorCode, EngineError
+from embedq_schemas.token_batch import TokenBatch
+from embedq_schemas.vector_batch import VectorBatch, make_vector_batch
+from numpy.typing import NDArray
+
+from embedq_worker.engine.base import Engine, PackedBatch
+
+log = logging.getLogger(__name__)
+
+NORM_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """One run's documents of a token batch, with their outcomes."""
+
+    run: str
+    vectors: VectorBatch | None
+    tokens: int  # of the documents that have a vector
+    dead: tuple[DeadLetter, ...]
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A token batch's outcome: each of its documents is in exactly one part, once."""
+
+    entry: Entry
+    parts: tuple[RunPart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.vectors.table.nbytes for part in self.parts if part.vectors is not None)
+
+
+def embed(engine: Engine, entry: Entry, batch: TokenBatch, encoding: EncodingOptions, normalize: bool) -> Embedded:
+    """Run `batch` and check every row.
+
+    A document that fails alone while a trivial one succeeds is guilty and becomes a dead letter; where the trivial one
+    fails too, the device is, and EngineError is raised so that the process ends and the batch is delivered again.
+    """
+    vectors, reasons = _encode(engine, batch, encoding.dimensions, normalize)
+    return Embedded(entry, split_by_run(entry.shares, batch, vectors, reasons))
+
+
+def split_by_run(
+    shares: Sequence[Share],
+    batch: TokenBatch,
+    vectors: NDArray[np.float32],
+    reasons: Mapping[int, tuple[DocumentErrorCode, str]],
+) -> tuple[RunPart, ...]:
+    """Give each run its rows of `vectors` (float32 [n, dimension]); rows named in `reasons` become dead letters."""
+    lengths = np.diff(batch.cu_seqlens)
+    parts = []
+    start = 0
+    for share in shares:
+        rows = np.arange(start, start + share.documents)
+        bad = [int(row) for row in rows if int(row) in reasons] if reasons else []
+        good = np.setdiff1d(rows, bad) if bad else rows
+        result = None
+        if len(good) == batch.num_documents:
+            result = make_vector_batch(batch, vectors)
+        elif len(good):
+            documents = batch.slice(start, share.documents) if not bad else batch.select(good)
+            result = make_vector_batch(documents, np.ascontiguousarray(vectors[good]))
+        dead = tuple(dead_letter(batch, row, *reasons[row]) for row in bad)
+        parts.append(RunPart(share.run, result, int(lengths[good].sum()), dead))
+        start += share.documents
+    return tuple(parts)
+
+
+def dead_letter(batch: TokenBatch, row: int, code: DocumentErrorCode, message: str) -> DeadLetter:
+    """The dead letter of document `row`."""
+    return DeadLetter(
+        id=batch.table.column("id")[row].as_py(),
+        ordinal=batch.table.column("ordinal")[row].as_py(),
+        stage=Stage.EMBED,
+        code=code,
+        message=clip(message),
+    )
+
+
+def _encode(
+    engine: Engine, batch: TokenBatch, dimensions: int | None, normalize: bool
+) -> tuple[NDArray[np.float32], dict[int, tuple[DocumentErrorCode, str]]]:
+    packed = PackedBatch(batch.input_ids, batch.cu_seqlens)
+    try:
+        vectors = _checked_shape(engine.encode(packed, dimensions=dimensions, normalize=normalize), len(packed))
+        suspects = _bad_rows(vectors, normalize)
+    except EngineError as error:
+        log.warning("the forward pass failed on %d documents, trying each alone: %s", len(packed), error)
+        dimension = dimensions or engine.dimension
+        vectors = np.zeros((len(packed), dimension), dtype=np.float32)
+        suspects = np.arange(len(packed))
+    reasons: dict[int, tuple[DocumentErrorCode, str]] = {}
+    for row in suspects.tolist():
+        reason = _alone(engine, packed, row, vectors, dimensions, normalize)
+        if reason is not None:
+            reasons[row] = reason
+    if reasons:
+        _probe(engine, packed)
+    return vectors, reasons
+
+
+def _alone(
+    engine: Engine,
+    packed: PackedBatch,
+    row: int,
+    vectors: NDArray[np.float32],
+    dimensions: int | None,
+    normalize: bool,
+) -> tuple[DocumentErrorCode, str] | None:
+    """Encode document `row` by itself into `vectors`; the reason if that fails."""
+    start, end = int(packed.cu_seqlens[row]), int(packed.cu_seqlens[row + 1])
+    single = PackedBatch(packed.input_ids[start:end], np.array([0, end - start], dtype=np.int32))
+    try:
+        vector = _checked_shape(engine.encode(single, dimensions=dimensions, normalize=normalize), 1)
+    except EngineError as error:
+        return DocumentErrorCode.ENGINE_FAILED, str(error)
+    if len(_bad_rows(vector, normalize)):
+        return DocumentErrorCode.NOT_FINITE, "the vector holds NaN or infinity, or cannot be normalised"
+    vectors[row] = vector[0]
+    return None
+
+
+def _probe(engine: Engine, packed: PackedBatch) -> None:
+    """Raise EngineError if the device fails on a text of one token, the last one of a real document, too."""
+    last = int(packed.cu_seqlens[1]) - 1
+    single = PackedBatch(packed.input_ids[last : last + 1], np.array([0, 1], dtype=np.int32))
+    if len(_bad_rows(_checked_shape(engine.encode(single), 1), normalize=False)):
+        raise EngineError("the device returns NaN even for a text of one token")
+
+
+def _checked_shape(vectors: NDArray[np.float32], n: int) -> NDArray[np.float32]:
+    if vectors.dtype != np.float32 or vectors.ndim != 2 or len(vectors) != n:
+        raise EngineError(f"the engine returned {vectors.dtype} {vectors.shape} for {n} documents")
+    return vectors
+
+
+def _bad_rows(vectors: NDArray[np.float32], normalize: bool) -> NDArray[np.int64]:
+    """Rows that are not finite, or not of norm 1 within the tolerance where they should be."""
+    squares = np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64)
+    bad = ~np.isfinite(squares)
+    if normalize:
+        bad |= np.abs(np.sqrt(squares) - 1.0) > NORM_TOLERANCE
+    return np.flatnonzero(bad)

@@ -1,0 +1,55 @@
+"""What a worker's processes need to know. No torch here: the supervisor and the tokenizer process read these fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from embedq_broker.settings import BrokerSettings
+from pydantic import BaseModel, ConfigDict, Field
+
+from embedq_worker.engine.settings import EngineSettings
+
+
+class WorkerSettings(BaseModel):
+    """Fields of `embedq worker` and `embedq run` beyond those of the broker and the engine."""
+
+    model: str = Field(
+        "", description="Checkpoint: a local folder, or a model hub id such as Qwen/Qwen3-Embedding-0.6B."
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub model; a commit makes runs repeatable."
+    )
+    tokenizer_backend: Literal["auto", "gigatoken", "huggingface"] = Field(
+        "auto", description="auto takes the fast tokenizer where its ids equal the reference's, else the reference."
+    )
+    output_roots: tuple[Path, ...] = Field(
+        (), description="Directories below which datasets may be written; none: the directory the worker starts in."
+    )
+    flush_interval_s: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="Seconds after which rows are written to a file although it is not full; "
+        "a killed worker repeats at most this much work.",
+    )
+    grace_s: float = Field(30.0, gt=0, le=3600, description="Seconds a worker may take to finish on SIGTERM or Ctrl-C.")
+    storage_patience_s: float = Field(
+        600.0, ge=0, description="Seconds to hold finished vectors and retry while the disk refuses them."
+    )
+    prefetch: int = Field(4, ge=1, le=1024, description="Token batches an embedder holds ahead, per lane.")
+    window_jobs: int = Field(4, ge=1, le=1024, description="Jobs a tokenizer takes at once while embedders are busy.")
+
+
+class ProcessConfig(BaseModel):
+    """Everything one child process of the supervisor is told."""
+
+    model_config = ConfigDict(frozen=True)
+
+    role: Literal["tokenizer", "embedder"]
+    consumer: str
+    broker: BrokerSettings
+    worker: WorkerSettings
+    engine: EngineSettings
+    #: Set by a supervisor that ends with its run: a storage failure then ends the process early.
+    log_level: str = "INFO"

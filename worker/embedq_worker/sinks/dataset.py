@@ -1,0 +1,112 @@
+"""The directory of a Parquet run: its layout, who may write where, and whose it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedq_schemas.errors import CodecError, OutputError, StorageError
+from embedq_schemas.run import RunSpec
+
+from embedq_worker.sinks.files import fsync_directory, storage_errors, write_durably
+
+RUN_NAME = "_run.json"
+SUCCESS_NAME = "_SUCCESS"
+ERRORS_NAME = "_errors"
+STAGING_NAME = "_staging"
+STATE_NAME = "_state"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset directory this process may write to."""
+
+    path: Path
+
+    @property
+    def staging(self) -> Path:
+        return self.path / STAGING_NAME
+
+    @property
+    def errors(self) -> Path:
+        return self.path / ERRORS_NAME
+
+    @property
+    def success(self) -> Path:
+        return self.path / SUCCESS_NAME
+
+    def run_spec(self) -> RunSpec | None:
+        """The run this directory holds; None before its first file. Raises OutputError if it is not readable."""
+        try:
+            return RunSpec.decode((self.path / RUN_NAME).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, CodecError) as error:
+            raise OutputError(f"{self.path / RUN_NAME} cannot be read: {error}") from None
+
+    def prepare(self, spec: RunSpec) -> None:
+        """Create the layout and claim the directory for the run.
+
+        Raises:
+            OutputError: the directory holds another run.
+            StorageError: it cannot be written.
+        """
+        owner = self.run_spec()
+        if owner is not None and owner.run != spec.run:
+            raise OutputError(f"{self.path} holds run {owner.run}; run {spec.run} may not write into it")
+        with storage_errors(f"create the dataset {self.path}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.staging.mkdir(exist_ok=True)
+            self.errors.mkdir(exist_ok=True)
+            if owner is None:
+                write_durably(self.path / RUN_NAME, spec.encode() + b"\n")
+            fsync_directory(self.path.parent)
+
+
+def open_dataset(path: str, roots: Sequence[Path]) -> Dataset:
+    """The dataset at `path`, if it lies below one of `roots` once links are followed.
+
+    Whoever can push a job names the path; the roots are the operator's word on where a worker may write.
+
+    Raises:
+        OutputError: it does not.
+    """
+    real = Path(os.path.realpath(path))
+    if not any(real == root or root in real.parents for root in map(_real, roots)):
+        allowed = ", ".join(map(str, roots))
+        raise OutputError(f"{path} is outside the output roots of this worker ({allowed}); see --output-root")
+    return Dataset(real)
+
+
+def _real(root: Path) -> Path:
+    return Path(os.path.realpath(root))
+
+
+def require_free(dataset: Dataset) -> None:
+    """Raise OutputError unless a new run may use the directory: it is missing, or empty."""
+    try:
+        names = os.listdir(dataset.path)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise OutputError(f"{dataset.path} is a file; give a directory") from None
+    except OSError as error:
+        raise OutputError(f"{dataset.path} cannot be read: {error.strerror}") from None
+    if names:
+        raise OutputError(f"{dataset.path} is not empty and holds no run; give another directory, or empty it")
+
+
+def require_writable(dataset: Dataset) -> None:
+    """Raise StorageError now rather than after the first hour: create the directory and write a file in it."""
+    probe = dataset.path / f".probe-{os.getpid()}"
+    with storage_errors(f"write into {dataset.path}"):
+        dataset.path.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(b"embedq")
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+__all__ = ["Dataset", "StorageError", "open_dataset", "require_free", "require_writable"]

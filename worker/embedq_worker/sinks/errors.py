@@ -1,0 +1,58 @@
+"""A run's dead letters, moved from Redis into the dataset's `_errors/part-*.jsonl`.
+
+JSON lines, not Parquet, so that no recursive glob takes them for vectors. A part is named for the range of dead
+letters it holds, and the range is written down before the part: a repeated move writes the same part again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import redis
+from embedq_broker import scripts
+from embedq_broker.keys import Keys
+from embedq_broker.registry import Registry
+from embedq_schemas.dead_letter import DeadLetter
+
+from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.files import storage_errors, write_durably
+
+PART_ROWS = 10_000
+
+
+def drain(client: redis.Redis, registry: Registry, keys: Keys, dataset: Dataset, run: str) -> int:
+    """Move one part of the run's dead letters into the dataset. Returns how many; 0 when none is left."""
+    run_key = keys.run(run)
+    planned = client.hget(run_key, "drain_range")
+    if planned is None:
+        page = registry.dead_letters(run, count=PART_ROWS)
+        if not page:
+            return 0
+        client.hsetnx(run_key, "drain_range", f"{page[0][0]}/{page[-1][0]}")
+        planned = client.hget(run_key, "drain_range")
+    span = scripts.text(planned)
+    first, _, last = span.partition("/")
+    page = [(i, letter) for i, letter in registry.dead_letters(run, count=PART_ROWS) if _order(i) <= _order(last)]
+    if page and page[0][0] == first:
+        with storage_errors(f"write errors of run {run} into {dataset.errors}"):
+            dataset.errors.mkdir(parents=True, exist_ok=True)
+            rows = b"".join(letter.encode() + b"\n" for _, letter in page)
+            write_durably(dataset.errors / f"part-{first}-{last}.jsonl", rows)
+    ids = [entry_id for entry_id, _ in page]
+    scripts.call(client, "drain", [keys.dead(run), run_key], [span, *ids], allow_oom=True)
+    return len(page)
+
+
+def read_errors(dataset: Dataset) -> Iterator[DeadLetter]:
+    """Dead letters already in the dataset."""
+    if not dataset.errors.is_dir():
+        return
+    for part in sorted(dataset.errors.glob("part-*.jsonl")):
+        with part.open("rb") as lines:
+            for line in lines:
+                yield DeadLetter.decode(line)
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    ms, _, sequence = entry_id.partition("-")
+    return int(ms), int(sequence or 0)

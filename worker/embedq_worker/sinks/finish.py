@@ -1,0 +1,117 @@
+"""Finishing: what is committed gets published, what failed gets written down, and a run that adds up is completed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import redis
+from embedq_broker.commit import unpublished
+from embedq_broker.keys import Keys
+from embedq_broker.liveness import exclusive
+from embedq_broker.registry import Registry
+from embedq_schemas.errors import OutputError, StorageError
+from embedq_schemas.manifest import read_manifest
+from embedq_schemas.run import RunState, RunStatus
+
+from embedq_worker.sinks.dataset import Dataset, open_dataset
+from embedq_worker.sinks.errors import drain
+from embedq_worker.sinks.files import storage_errors, write_durably
+from embedq_worker.sinks.publish import publish
+
+log = logging.getLogger(__name__)
+
+_LOCK_MS = 60_000
+
+
+def finish_run(client: redis.Redis, keys: Keys, run: str, roots: Sequence[Path]) -> bool:
+    """Bring a run on towards its end, as far as it can go now. Returns whether it is over.
+
+    Raises:
+        OutputError: the run's dataset is not below `roots`.
+        StorageError: the disk refused.
+    """
+    registry = Registry(client, keys)
+    with exclusive(client, keys, f"finish:{run}", ttl_ms=_LOCK_MS) as held:
+        if not held:
+            return False
+        state = registry.state(run)
+        if state.status.terminal:
+            return True
+        if state.spec.sink.kind != "parquet":
+            return False
+        dataset = open_dataset(state.spec.sink.path, roots)
+        settling = state.status is RunStatus.FINALIZING or (state.status is RunStatus.CANCELLING and state.settled)
+        while state.dead_letters and (settling or state.dead_letters > 1000):
+            if not drain(client, registry, keys, dataset, run):
+                break
+            state = registry.state(run)
+        if not settling:
+            return False
+        for record in unpublished(client, keys):
+            if record.file.run == run:
+                publish(client, keys, dataset, record, replay=True)
+        state = registry.state(run)
+        if state.committed_files != state.published_files or state.dead_letters:
+            return False
+        return _complete(registry, dataset, state)
+
+
+def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
+    run, counters = state.spec.run, state.counters
+    files = [file for file in read_manifest(dataset.path).values() if file.run == run]
+    rows = sum(file.rows for file in files)
+    missing = [file.name for file in files if not (dataset.path / file.name).exists()]
+    if rows != counters.succeeded or missing:
+        error = (
+            f"{dataset.path} lost files: {', '.join(missing[:3])} of its manifest do not exist"
+            if missing
+            else f"{dataset.path} holds {rows} rows, {counters.succeeded} were committed"
+        )
+        log.error("run %s failed: %s", run, error)
+        registry.transition(run, RunStatus.FAILED, [state.status], error=error)
+        return True
+    done = RunStatus.CANCELLED if state.status is RunStatus.CANCELLING else RunStatus.COMPLETED
+    with storage_errors(f"finish {dataset.path}"):
+        dataset.path.mkdir(parents=True, exist_ok=True)
+        dataset.prepare(state.spec)
+        for leftover in dataset.staging.glob("*.tmp"):
+            # Every commit of this run is published: what is staged here was never committed.
+            leftover.unlink(missing_ok=True)
+        if done is RunStatus.COMPLETED:
+            summary = {
+                "run": run,
+                "input": counters.input,
+                "succeeded": counters.succeeded,
+                "failed": counters.failed,
+                "skipped": counters.skipped,
+                "tokens": counters.tokens,
+                "files": len(files),
+                "finished_at": time.time(),
+            }
+            write_durably(dataset.success, json.dumps(summary).encode() + b"\n")
+    registry.transition(run, done, [state.status])
+    log.info("run %s %s: %d rows in %d files", run, done, rows, len(files))
+    return True
+
+
+def sweep_runs(client: redis.Redis, keys: Keys, roots: Sequence[Path], *, older_than_ms: int) -> None:
+    """Housekeeping of all runs of the queue: publish what dead workers left, finish what is settled."""
+    registry = Registry(client, keys)
+    registry.forget_results()
+    seconds, micros = client.time()
+    now_ms = seconds * 1000 + micros // 1000
+    for record in unpublished(client, keys):
+        if now_ms - record.age_base_ms > older_than_ms:
+            try:
+                publish(client, keys, open_dataset(record.dataset, roots), record, replay=True)
+            except (OutputError, StorageError) as error:
+                log.warning("cannot publish a file of run %s: %s", record.file.run, error)
+    for run in registry.open_datasets():
+        try:
+            finish_run(client, keys, run, roots)
+        except (OutputError, StorageError) as error:
+            log.warning("cannot finish run %s: %s", run, error)

@@ -1,0 +1,96 @@
+"""Staging: vectors into a Parquet file that is durable and verified, but not visible yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from embedq_schemas.errors import StorageError
+from embedq_schemas.manifest import PublishedFile
+from embedq_schemas.vector_batch import VectorBatch
+from numpy.typing import NDArray
+
+from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.files import fsync_directory, fsync_file, storage_errors
+
+ROW_GROUP_BYTES = 64 << 20
+"""Uncompressed bytes of vectors per row group: large enough to scan fast, small enough to hold."""
+
+
+def stage(
+    dataset: Dataset, token: str, run: str, batches: Sequence[VectorBatch], metadata: Mapping[str, str], tokens: int
+) -> PublishedFile:
+    """Write `batches` to `_staging/<token>.tmp`, make it durable, read its footer back.
+
+    Args:
+        dataset: a prepared dataset.
+        token: idempotency token of the commit that will name the file.
+        run: the run all rows belong to.
+        batches: at least one row in all, with equal schemas.
+        metadata: stored in the file: model, fingerprint, pooling, ...
+        tokens: token count of the rows, after truncation.
+
+    Raises:
+        StorageError: the disk refused, or the file does not read back as written.
+    """
+    table = pa.Table.from_batches([batch.table for batch in batches])
+    table = table.replace_schema_metadata(dict(metadata))
+    path = dataset.path / f"_staging/{token}.tmp"
+    vector_bytes = batches[0].dimension * 4
+    with storage_errors(f"write {path}"):
+        try:
+            with pq.ParquetWriter(path, table.schema, **_writer_options(table.schema)) as writer:
+                writer.write_table(table, row_group_size=max(1, ROW_GROUP_BYTES // vector_bytes))
+            fsync_file(path)
+            fsync_directory(path.parent)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        size = path.stat().st_size
+    verify(path, table.num_rows)
+    return PublishedFile(
+        token=token,
+        run=run,
+        rows=table.num_rows,
+        size_bytes=size,
+        tokens=tokens,
+        ordinals=ranges(table.column("ordinal").to_numpy()),
+    )
+
+
+def verify(path: Path, rows: int) -> None:
+    """Read the footer of the file at `path`; raises StorageError unless it is Parquet with `rows` rows."""
+    try:
+        found = pq.read_metadata(path).num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"{path} does not read back: {str(error)[:200]}") from None
+    if found != rows:
+        raise StorageError(f"{path} reads back with {found} rows, {rows} were written")
+
+
+def ranges(ordinals: NDArray[np.int64]) -> tuple[int, ...]:
+    """Inclusive ranges covering `ordinals` exactly, flattened: first, last, first, last, ..."""
+    values = np.unique(ordinals)
+    breaks = np.flatnonzero(np.diff(values) != 1)
+    first = values[np.concatenate(([0], breaks + 1))]
+    last = values[np.concatenate((breaks, [len(values) - 1]))]
+    return tuple(np.stack((first, last), axis=1).ravel().tolist())
+
+
+def _writer_options(schema: pa.Schema) -> dict[str, object]:
+    # Float vectors neither repeat nor compress: a dictionary makes them several times slower to read back, a codec
+    # costs time and saves nothing. Ids and metadata gain from both.
+    plain = {"vector", "text_sha256"}
+    others = [name for name in schema.names if name not in plain]
+    return {
+        "compression": {_leaf(name): "NONE" if name in plain else "ZSTD" for name in schema.names},
+        "use_dictionary": others,
+        "write_statistics": ["id", "ordinal", "n_tokens"],
+    }
+
+
+def _leaf(name: str) -> str:
+    return "vector.list.element" if name == "vector" else name

@@ -1,0 +1,45 @@
+"""Publishing: a committed file gets its final name, its manifest line, and loses its commit record.
+
+Any process that sees the dataset may do it, and doing it twice is harmless.
+"""
+
+from __future__ import annotations
+
+import redis
+from embedq_broker.commit import CommitRecord, published
+from embedq_broker.keys import Keys
+from embedq_schemas.errors import StorageError
+from embedq_schemas.manifest import MANIFEST_NAME, read_manifest
+
+from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.files import append_line, fsync_directory, storage_errors
+
+
+def publish(client: redis.Redis, keys: Keys, dataset: Dataset, record: CommitRecord, *, replay: bool = False) -> None:
+    """Publish one committed file.
+
+    Args:
+        replay: another process may have begun: look into the manifest before appending to it.
+
+    Raises:
+        StorageError: the disk refused, or the committed file is gone.
+    """
+    staging = dataset.path / record.file.staging_name
+    final = dataset.path / record.file.name
+    with storage_errors(f"publish {final}"):
+        if final.exists():
+            staging.unlink(missing_ok=True)
+        else:
+            try:
+                # The name holds a token of its own, so nothing can be overwritten by it.
+                staging.rename(final)
+            except FileNotFoundError:
+                # Between our look and the rename another process may have published it.
+                if not final.exists():
+                    raise StorageError(
+                        f"{final} was committed, but neither it nor {staging} exists: something removed it"
+                    ) from None
+        fsync_directory(dataset.path)
+        if not (replay and record.file.token in read_manifest(dataset.path)):
+            append_line(dataset.path / MANIFEST_NAME, record.file.encode())
+    published(client, keys, record)

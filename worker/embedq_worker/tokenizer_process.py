@@ -1,0 +1,184 @@
+"""The tokenizer process: reads windows of jobs and commits them as token batches."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import redis
+from embedq_broker.commit import Commit, Committed
+from embedq_broker.connect import connect
+from embedq_broker.consume import Consumer, Entry, Stage, undelivered
+from embedq_broker.keys import Keys
+from embedq_broker.liveness import bind_model, bury, wanted_batch_tokens
+from embedq_broker.registry import Registry
+from embedq_schemas.names import LANES, Lane
+from redis.exceptions import RedisError
+
+from embedq_worker.checkpoint import load_checkpoint
+from embedq_worker.embedder_process import model_facts
+from embedq_worker.hold import until_accepted
+from embedq_worker.keeper import Keeper, Progress
+from embedq_worker.runs import RunCache
+from embedq_worker.settings import ProcessConfig
+from embedq_worker.tokenization import TextTokenizer
+from embedq_worker.tokenizer_stage import DEFAULT_BATCH_TOKENS, TokenizerStage
+
+log = logging.getLogger(__name__)
+
+_BLOCK_MS = 1000
+_WAIT_FOR_EMBEDDER_S = 60.0
+_INTERACTIVE_JOBS = 64
+
+
+def run_tokenizer(config: ProcessConfig, stop: threading.Event, ready: Callable[[], None]) -> None:
+    """Tokenize until `stop` is set; a window under way is finished first. Arguments as for `run_embedder`."""
+    settings, url = config.worker, config.broker.redis_url
+    checkpoint = load_checkpoint(settings.model, revision=settings.revision)
+    keys = Keys(config.broker.queue)
+    client = connect(url, role="tokenizer")
+    bind_model(client, keys, checkpoint.fingerprint, model_facts(checkpoint))
+    tokenizer = TextTokenizer.load(
+        checkpoint.tokenizer_file, max_length=checkpoint.max_length, backend=settings.tokenizer_backend, threads=1
+    )
+    for note in tokenizer.notes:
+        log.warning("%s", note)
+    consumer = Consumer(client, keys, Stage.TOKENIZE, config.consumer, lease_ms=config.broker.lease_ms)
+    consumer.ensure_groups()
+    progress = Progress()
+    runs = RunCache(Registry(client, keys), url=url, give_up=stop.is_set)
+    stage = TokenizerStage(consumer, tokenizer, runs, config.broker, checkpoint.max_length)
+    keeper = Keeper(connect(url, role="keeper"), consumer, config.role, progress)
+    keeper.start()
+    log.info("tokenizer ready: %s", tokenizer.backend)
+    ready()
+    try:
+        _Loop(config, client, consumer, stage, progress, stop).run()
+    finally:
+        keeper.stop()
+        try:
+            consumer.release_all()
+            bury(client, keys, consumer.name)
+        except RedisError as error:
+            log.warning("cannot release leases, they run out by themselves: %s", error)
+
+
+class _Loop:
+    """Reading and settling windows, with backpressure from the embedders."""
+
+    def __init__(
+        self,
+        config: ProcessConfig,
+        client: redis.Redis,
+        consumer: Consumer,
+        stage: TokenizerStage,
+        progress: Progress,
+        stop: threading.Event,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._reader = connect(config.broker.redis_url, role="tokenizer-read", blocking=True)
+        self._consumer = consumer
+        self._stage = stage
+        self._progress = progress
+        self._stop = stop
+        self._started = time.monotonic()
+        self._next_sweep = 0.0
+        self._adopt = False
+        self._budget: int | None = None
+        self._budget_at = 0.0
+
+    def run(self) -> None:
+        failures = 0
+        while not self._stop.is_set():
+            self._progress.enter("idle")
+            try:
+                entries = self._next()
+                failures = 0
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+                # The reply may have been lost with jobs already ours: ask for those first.
+                self._adopt = True
+                failures += 1
+                if failures == 1:
+                    log.warning("lost the connection while reading: %s", error)
+                self._stop.wait(min(0.05 * 2 ** min(failures, 5), 1.0))
+                continue
+            for lane in LANES:
+                if mine := [entry for entry in entries if entry.lane is lane]:
+                    self._settle(mine, lane)
+
+    def _settle(self, entries: list[Entry], lane: Lane) -> None:
+        self._progress.enter("working")
+        budget = self._budget or DEFAULT_BATCH_TOKENS
+        documents, tokens = self._stage.settle(self._send, entries, lane, budget)
+        self._progress.done(documents, tokens)
+
+    def _send(self, commit: Commit) -> Committed:
+        def attempt() -> Committed:
+            self._progress.ticks += 1  # waiting for the server is not a hang
+            return commit.send(self._client)
+
+        return until_accepted(attempt, url=self._config.broker.redis_url, give_up=self._stop.is_set)
+
+    def _next(self) -> list[Entry]:
+        """The next window's jobs, or none after a while."""
+        if self._adopt:
+            adopted = [entry for lane in LANES for entry in self._consumer.adopt(lane, count=self._window())]
+            self._adopt = False
+            if adopted:
+                return adopted
+        if not self._embedders_known():
+            self._stop.wait(0.1)
+            return []
+        lanes = [lane for lane in LANES if self._room(lane)]
+        if not lanes:
+            # The embedders are busy for a while; a batch takes longer than this.
+            self._stop.wait(0.005)
+            return []
+        if time.monotonic() >= self._next_sweep:
+            # Jittered, so that many workers do not sweep at once.
+            self._next_sweep = time.monotonic() + self._config.broker.lease_s / 4 * random.uniform(0.75, 1.25)  # noqa: S311
+            claimed = [entry for lane in lanes for entry in self._consumer.claim_expired(lane, count=self._window())]
+            if claimed:
+                log.info("took over %d jobs whose lease ran out", len(claimed))
+                self._next_sweep = 0.0
+                return claimed
+        return self._read(lanes)
+
+    def _read(self, lanes: list[Lane]) -> list[Entry]:
+        if lanes[0] is Lane.INTERACTIVE:
+            # All that wait, so that many small requests share a batch.
+            found = self._consumer.read(self._reader, [Lane.INTERACTIVE], count=_INTERACTIVE_JOBS, block_ms=None)
+            if found:
+                return found
+        if Lane.BULK in lanes:
+            found = self._consumer.read(self._reader, [Lane.BULK], count=self._window(), block_ms=None)
+            if found:
+                return found
+        sweep_ms = round((self._next_sweep - time.monotonic()) * 1000)
+        return self._consumer.read(self._reader, lanes, count=1, block_ms=max(1, min(_BLOCK_MS, sweep_ms)))
+
+    def _window(self) -> int:
+        """Jobs to take at once: one while embedders wait for work, several while they have some."""
+        return self._config.worker.window_jobs if self._ahead else 1
+
+    def _room(self, lane: Lane) -> bool:
+        waiting = undelivered(self._client, self._consumer.keys, Stage.EMBED, lane)
+        if lane is Lane.BULK:
+            self._ahead = waiting > 0
+        return waiting < self._config.broker.max_ready_batches
+
+    _ahead = False
+
+    def _embedders_known(self) -> bool:
+        """Refresh the token budget; False while it is too early to pack without one."""
+        now = time.monotonic()
+        if self._budget is None or now - self._budget_at > 1.0:
+            fresh_s = max(10.0, 2 * self._config.broker.lease_s)
+            wanted = wanted_batch_tokens(self._client, self._consumer.keys, fresh_s=fresh_s)
+            self._budget = wanted or self._budget
+            self._budget_at = now
+        return self._budget is not None or now - self._started > _WAIT_FOR_EMBEDDER_S

@@ -1,0 +1,249 @@
+"""The tokenizer stage: jobs in, packed token batches out, one commit per window of whole jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from embedq_broker.commit import Commit, CommitOutcome, Committed
+from embedq_broker.consume import Consumer, Entry, Share
+from embedq_broker.settings import BrokerSettings
+from embedq_schemas.dead_letter import DeadLetter, clip
+from embedq_schemas.dead_letter import Stage as FailedStage
+from embedq_schemas.encoding import EncodingOptions, OnLong
+from embedq_schemas.errors import CodecError, DocumentErrorCode
+from embedq_schemas.ipc import METADATA_TYPE
+from embedq_schemas.job import Codec, decode_job, encode_job
+from embedq_schemas.names import Lane
+from embedq_schemas.run import RunSpec
+from embedq_schemas.token_batch import TokenBatch, make_token_batch
+from numpy.typing import NDArray
+
+from embedq_worker.pack import plan_batches
+from embedq_worker.runs import RunCache
+from embedq_worker.tokenization import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BATCH_TOKENS = 2048
+"""Budget while no embedder has said what it wants."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Documents of a window that may share token batches."""
+
+    encoding: EncodingOptions
+    columns: tuple[str, ...]
+    documents: pa.RecordBatch  # id, ordinal, text, then `columns`
+    shares: tuple[Share, ...]  # in the order of the documents
+
+
+class TokenizerStage:
+    """Turns windows of jobs into commits. Owns no connection and no loop, so a test may call it as a function."""
+
+    def __init__(
+        self, consumer: Consumer, tokenizer: TextTokenizer, runs: RunCache, settings: BrokerSettings, max_length: int
+    ) -> None:
+        self._consumer = consumer
+        self._tokenizer = tokenizer
+        self._runs = runs
+        self._settings = settings
+        self._max_length = max_length
+
+    def window(self, entries: Sequence[Entry], lane: Lane, max_batch_tokens: int) -> tuple[Commit, int, int]:
+        """One commit for `entries`, all of `lane`. Returns (commit, documents, tokens)."""
+        commit = Commit(self._consumer, inputs=list(entries))
+        documents = tokens = 0
+        for group in self._gather(commit, entries):
+            n, total = self._tokenize(commit, group, lane, max_batch_tokens)
+            documents, tokens = documents + n, tokens + total
+        return commit, documents, tokens
+
+    def settle(
+        self, send: Callable[[Commit], Committed], entries: Sequence[Entry], lane: Lane, max_batch_tokens: int
+    ) -> tuple[int, int]:
+        """Commit `entries`, leaving out what other consumers took over meanwhile. Returns (documents, tokens)."""
+        remaining = list(entries)
+        while remaining:
+            commit, documents, tokens = self.window(remaining, lane, max_batch_tokens)
+            committed = send(commit)
+            if committed.outcome is not CommitOutcome.LOST:
+                return documents, tokens
+            lost = set(committed.lost)
+            log.warning(
+                "lost the lease of %d of %d jobs; the others are committed without them", len(lost), len(entries)
+            )
+            remaining = [entry for entry in remaining if (entry.stream, entry.id) not in lost]
+        return 0, 0
+
+    def _gather(self, commit: Commit, entries: Sequence[Entry]) -> list[_Group]:
+        """Decode jobs and join those that may share batches; settle those that cannot be tokenized."""
+        tables: dict[tuple[object, ...], list[tuple[RunSpec, pa.RecordBatch]]] = {}
+        for entry in entries:
+            # A job belongs to one run: its producer's.
+            run = entry.shares[0].run if entry.shares else None
+            spec = self._runs.spec(run) if run else None
+            if run is None or spec is None:
+                log.warning("dropped job %s: it belongs to no known run", entry.id)
+                continue
+            if not self._runs.wanted(run):
+                commit.count(run, "skipped", entry.documents)
+                commit.count(run, "ready", entry.documents)
+                continue
+            documents = self._decode(commit, entry, run)
+            if documents is None:
+                continue
+            if entry.deliveries > self._settings.max_deliveries:
+                _isolate(commit, entry, run, documents, entry.deliveries - 1)
+                continue
+            columns = (*spec.metadata, "text") if spec.keep_text else spec.metadata
+            # Only results on streams may mix runs: a file belongs to one dataset.
+            apart = run if spec.sink.kind == "parquet" else ""
+            tables.setdefault((spec.encoding, columns, apart), []).append((spec, documents))
+        groups = []
+        for members in tables.values():
+            spec = members[0][0]
+            columns = (*spec.metadata, "text") if spec.keep_text else spec.metadata
+            parts = [_select(documents, spec.metadata) for _, documents in members]
+            shares = tuple(Share(member.run, documents.num_rows) for member, documents in members)
+            joined = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+            groups.append(_Group(spec.encoding, columns, joined, shares))
+        return groups
+
+    def _decode(self, commit: Commit, entry: Entry, run: str) -> pa.RecordBatch | None:
+        try:
+            if entry.fault:
+                raise entry.fault
+            documents = decode_job(entry.payload, entry.codec)
+            if documents.num_rows != entry.documents:
+                raise CodecError(f"the job holds {documents.num_rows} documents, its entry says {entry.documents}")
+        except CodecError as error:
+            # Every document that was counted in gets its outcome, though nothing is known of it but its run.
+            letter = DeadLetter(
+                ordinal=-1, stage=FailedStage.TOKENIZE, code=DocumentErrorCode.INVALID_JOB, message=clip(error)
+            )
+            for _ in range(entry.documents):
+                commit.add_dead_letter(run, letter)
+            commit.count(run, "ready", entry.documents)
+            return None
+        return documents
+
+    def _tokenize(self, commit: Commit, group: _Group, lane: Lane, max_batch_tokens: int) -> tuple[int, int]:
+        encoding = group.encoding
+        max_length = min(encoding.max_length or self._max_length, self._max_length)
+        texts = group.documents.column("text")
+        tokenized = self._tokenizer.encode(
+            texts,
+            prompt=encoding.prompt,
+            max_length=max_length,
+            truncation_side=encoding.truncation_side.value,
+            on_special_tokens=encoding.on_special_tokens.value,
+        )
+        runs = np.repeat([share.run for share in group.shares], [share.documents for share in group.shares])
+        failed = self._refuse(
+            commit, group, runs, tokenized.errors, tokenized.truncated, tokenized.n_tokens, max_length
+        )
+        lengths = np.diff(tokenized.offsets)
+        batch = make_token_batch(
+            group.documents,
+            input_ids=tokenized.input_ids,
+            offsets=tokenized.offsets,
+            n_tokens=tokenized.n_tokens,
+            truncated=tokenized.truncated,
+            text_sha256=hash_texts(texts),
+            metadata=group.columns,
+        )
+        good = np.flatnonzero(~failed)
+        order, bounds = plan_batches(lengths[good], max_batch_tokens)
+        rows = good[order]
+        for start, end in itertools.pairwise(bounds):
+            self._add_batch(commit, batch, rows[start:end], runs, lane)
+        for share in group.shares:
+            commit.count(share.run, "ready", share.documents)
+        return len(good), int(lengths[good].sum())
+
+    def _add_batch(
+        self, commit: Commit, batch: TokenBatch, rows: NDArray[np.int64], runs: NDArray[np.str_], lane: Lane
+    ) -> None:
+        members = runs[rows]
+        if members[0] == members[-1] and (members == members[0]).all():
+            commit.add_batch(lane, [Share(str(members[0]), len(rows))], batch.select(rows).encode())
+            return
+        # Shares name stretches of documents, so each run's documents stand together.
+        by_run = np.argsort(members, kind="stable")
+        names, counts = np.unique(members, return_counts=True)
+        shares = [Share(str(name), int(count)) for name, count in zip(names, counts, strict=True)]
+        commit.add_batch(lane, shares, batch.select(rows[by_run]).encode())
+
+    def _refuse(
+        self,
+        commit: Commit,
+        group: _Group,
+        runs: NDArray[np.str_],
+        errors: Mapping[int, str],
+        truncated: NDArray[np.bool_],
+        n_tokens: NDArray[np.int32],
+        max_length: int,
+    ) -> NDArray[np.bool_]:
+        """Dead-letter the documents that have no token ids, or too many; returns bool [n], True for those."""
+        failed = np.zeros(group.documents.num_rows, dtype=np.bool_)
+        reasons: dict[int, tuple[DocumentErrorCode, str]] = {
+            row: (DocumentErrorCode.TOKENIZER_FAILED, message) for row, message in errors.items()
+        }
+        if group.encoding.on_long is OnLong.ERROR:
+            for row in np.flatnonzero(truncated).tolist():
+                text = f"{n_tokens[row]} tokens, the maximum is {max_length}"
+                reasons.setdefault(row, (DocumentErrorCode.TOO_LONG, text))
+        for row, (code, message) in reasons.items():
+            failed[row] = True
+            letter = DeadLetter(
+                id=group.documents.column("id")[row].as_py(),
+                ordinal=group.documents.column("ordinal")[row].as_py(),
+                stage=FailedStage.TOKENIZE,
+                code=code,
+                message=clip(message),
+            )
+            commit.add_dead_letter(str(runs[row]), letter)
+        return failed
+
+
+def _isolate(commit: Commit, entry: Entry, run: str, documents: pa.RecordBatch, deliveries: int) -> None:
+    """A job that was delivered again and again: split it into single documents; a single one is the guilty one."""
+    if documents.num_rows > 1:
+        log.warning("job %s of run %s is split into %d after %d deliveries", entry.id, run, entry.documents, deliveries)
+        for row in range(documents.num_rows):
+            commit.add_again(entry, [Share(run, 1)], Codec.ARROW, encode_job(documents.slice(row, 1)))
+        return
+    letter = DeadLetter(
+        id=documents.column("id")[0].as_py(),
+        ordinal=documents.column("ordinal")[0].as_py(),
+        stage=FailedStage.TOKENIZE,
+        code=DocumentErrorCode.MAX_DELIVERIES,
+        message=f"given up after {deliveries} deliveries: the tokenizer process ended on this document each time",
+    )
+    commit.add_dead_letter(run, letter)
+    commit.count(run, "ready", 1)
+
+
+def _select(documents: pa.RecordBatch, metadata: Sequence[str]) -> pa.RecordBatch:
+    """`documents` with exactly the wanted metadata columns; nulls where a job lacks one."""
+    names = ["id", "ordinal", "text", *metadata]
+    have = set(documents.schema.names)
+    arrays = [documents.column(name) if name in have else pa.nulls(documents.num_rows, METADATA_TYPE) for name in names]
+    return pa.RecordBatch.from_arrays(arrays, names=names)
+
+
+def hash_texts(texts: pa.StringArray) -> pa.Array:
+    """SHA-256 of each text's UTF-8 bytes: FixedSizeBinary(32) [n]. `texts` holds no nulls."""
+    buffers = texts.buffers()
+    offsets = np.frombuffer(buffers[1], np.int32, count=len(texts) + 1, offset=4 * texts.offset).tolist()
+    data = memoryview(buffers[2]) if buffers[2] is not None else memoryview(b"")
+    sha256 = hashlib.sha256
+    digests = [sha256(data[start:end]).digest() for start, end in itertools.pairwise(offsets)]
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), len(texts), [None, pa.py_buffer(b"".join(digests))])
