@@ -293,9 +293,9 @@ def test_a_stream_that_would_have_to_wait_is_not_taken_for_its_end() -> None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.write(writer, b'{"id": 1, "text": "a"}\n')
-    with os.fdopen(reader, "rb", buffering=0) as stream, os.fdopen(writer, "wb"):
-        with pytest.raises(InputError, match="non-blocking stream"):
-            list(read_jsonl(cast(BinaryIO, stream), options=ReadOptions()))
+    with os.fdopen(reader, "rb", buffering=0) as stream, pytest.raises(InputError, match="non-blocking stream"):
+        list(read_jsonl(cast(BinaryIO, stream), options=ReadOptions()))
+    os.close(writer)
 
 
 def test_a_stream_that_cannot_seek_is_read_from_its_start_only() -> None:
