@@ -104,5 +104,6 @@ class IdSet:
             return
         while self._parts and self._parts[-1].size < 2 * part.size:
             part = np.concatenate((self._parts.pop(), part))
-            part.sort()
+            # The stable sort finds the two ascending runs and merges them: twice as fast as sorting afresh.
+            part.sort(kind="stable")
         self._parts.append(part)
