@@ -69,7 +69,9 @@ class _BoundedRetry(Retry):
     """
 
     def __init__(self, retries: int, budget_s: float) -> None:
-        super().__init__(ExponentialWithJitterBackoff(cap=2.0, base=0.05), retries)
+        # OSError: redis-py before 8 lets a refused connection through unwrapped.
+        errors = (ConnectionError, TimeoutError, OSError)
+        super().__init__(ExponentialWithJitterBackoff(cap=2.0, base=0.05), retries, errors)
         self._budget_s = budget_s
 
     def call_with_retry(self, do: Callable[[], Any], fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
