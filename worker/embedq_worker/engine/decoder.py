@@ -5,121 +5,96 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from embedq_worker.checkpoint import DecoderConfig
 from embedq_worker.engine.attention import Attention
-from embedq_worker.engine.layers import add_rms_norm, norm_rotate, rms_norm, silu_mul
+from embedq_worker.engine.group import Group
+from embedq_worker.engine.ops import LayerOps
 from embedq_worker.engine.plan import BatchPlan
 from embedq_worker.engine.rope import rope_table
+from embedq_worker.engine.shard import Embedding, Layer, load_layer, share_of
 from embedq_worker.engine.weights import WeightReader
 
 
 @dataclass(frozen=True)
-class Linear:
-    """x W^T + b; weight [out, in]."""
+class Backends:
+    """How a decoder computes: attention, the operations between products, its ranks, and the packed batch size."""
 
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One decoder layer. q, k and v share one product, and so do gate and up."""
-
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
-    input_norm: Tensor
-    post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-
-
-def load_layer(reader: WeightReader, config: DecoderConfig, index: int) -> Layer:
-    attention, mlp = f"layers.{index}.self_attn.", f"layers.{index}.mlp."
-    projections = [f"{attention}{name}_proj" for name in "qkv"]
-    bias = torch.cat([reader.tensor(f"{name}.bias") for name in projections]) if config.qkv_bias else None
-    return Layer(
-        qkv=Linear(torch.cat([reader.tensor(f"{name}.weight") for name in projections]), bias),
-        o=Linear(
-            reader.tensor(attention + "o_proj.weight"),
-            reader.tensor(attention + "o_proj.bias") if config.o_bias else None,
-        ),
-        gate_up=Linear(torch.cat([reader.tensor(mlp + "gate_proj.weight"), reader.tensor(mlp + "up_proj.weight")])),
-        down=Linear(reader.tensor(mlp + "down_proj.weight")),
-        input_norm=reader.tensor(f"layers.{index}.input_layernorm.weight"),
-        post_norm=reader.tensor(f"layers.{index}.post_attention_layernorm.weight"),
-        q_norm=reader.tensor(attention + "q_norm.weight") if config.qk_norm else None,
-        k_norm=reader.tensor(attention + "k_norm.weight") if config.qk_norm else None,
-    )
+    attention: Attention
+    ops: LayerOps
+    group: Group
+    packed_rows: int | None = None
 
 
 class Decoder:
-    """Loaded weights and the pass over them."""
+    """Loaded weights and the pass over them. `last_only` models are pruned: the last layer serves last tokens alone."""
 
-    def __init__(self, config: DecoderConfig, reader: WeightReader, attention: Attention, *, length: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        reader: WeightReader,
+        backends: Backends,
+        *,
+        length: int,
+        causal: bool,
+        last_only: bool,
+    ) -> None:
+        group = backends.group
         self.config = config
-        self._attention = attention
-        self._embedding = reader.tensor("embed_tokens.weight")
-        self._layers = [load_layer(reader, config, index) for index in range(config.num_layers)]
+        self._attention, self._ops, self._group = backends.attention, backends.ops, group
+        self._causal, self._last_only = causal, last_only
+        self._share = share_of(config, group.rank, group.size)
+        self._embedding = Embedding(reader, self._share, group)
+        last = config.num_layers - 1
+        self._layers = [
+            load_layer(
+                reader, config, self._share, group, index, split=last_only and index == last, rows=backends.packed_rows
+            )
+            for index in range(config.num_layers)
+        ]
         self._norm = reader.tensor("norm.weight")
         cos, sin = rope_table(config.rope, config.head_dim, length)
         self._cos, self._sin = cos.to(self._norm.device), sin.to(self._norm.device)
 
-    def forward(self, plan: BatchPlan, *, causal: bool, last_only: bool, progress: Callable[[], None]) -> Tensor:
-        """Final hidden states [total_tokens, hidden_size]; [n, hidden_size], last tokens alone, where `last_only`.
-
-        With `last_only` the last layer computes queries, output projection and MLP for those tokens alone.
-        """
-        config = self.config
+    def forward(self, plan: BatchPlan, progress: Callable[[], None]) -> Tensor:
+        """Final hidden states [total_tokens, hidden_size]; [n, hidden_size] of last tokens where `last_only`."""
+        eps, ops, reduce = self.config.rms_norm_eps, self._ops, self._group.all_reduce
         self._attention.prepare(plan)
         cos, sin = self._cos[plan.positions], self._sin[plan.positions]
-        residual = F.embedding(plan.input_ids, self._embedding)
-        hidden = torch.zeros_like(residual)
-        for index, layer in enumerate(self._layers):
-            normed, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
-            prune = last_only and index == config.num_layers - 1
-            attended = self._attend(layer, normed, cos, sin, plan, index, causal=causal, prune=prune)
-            if prune:
+        residual = self._embedding(plan.input_ids)
+        hidden: Tensor | None = None
+        for layer, window in zip(self._layers, self.config.windows, strict=True):
+            normed, residual = ops.add_rms_norm(hidden, residual, layer.input_norm, eps)
+            if layer.qkv is None:
+                attended = self._attend_last(layer, normed, cos, sin, plan, window)
                 residual = residual[plan.last]
-            normed, residual = add_rms_norm(layer.o(attended), residual, layer.post_norm, config.rms_norm_eps)
-            hidden = layer.down(silu_mul(layer.gate_up(normed)))
+            else:
+                attended = self._attend(layer, layer.qkv(normed), cos, sin, window)
+            normed, residual = ops.add_rms_norm(reduce(layer.o(attended)), residual, layer.post_norm, eps)
+            hidden = reduce(layer.down(ops.silu_mul(layer.gate_up(normed))))
             progress()
-        return rms_norm(hidden + residual, self._norm, config.rms_norm_eps)
+        normed, _ = ops.add_rms_norm(hidden, residual, self._norm, eps)
+        return normed
 
-    def _attend(
-        self,
-        layer: Layer,
-        normed: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        plan: BatchPlan,
-        index: int,
-        *,
-        causal: bool,
-        prune: bool,
+    def _attend(self, layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
+        heads, kv_heads, dim = self._share.heads, self._share.kv_heads, self.config.head_dim
+        eps = self.config.rms_norm_eps
+        parts = qkv.view(-1, heads + 2 * kv_heads, dim)
+        q = self._ops.norm_rotate(parts[:, :heads], layer.q_norm, cos, sin, eps)
+        k = self._ops.norm_rotate(parts[:, heads : heads + kv_heads], layer.k_norm, cos, sin, eps)
+        v = parts[:, heads + kv_heads :]
+        return self._attention(q, k, v, causal=self._causal, window=window).view(-1, heads * dim)
+
+    def _attend_last(
+        self, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor, plan: BatchPlan, window: int | None
     ) -> Tensor:
-        config = self.config
-        heads, kv_heads, dim, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        window = config.windows[index]
-        if prune:
-            split = heads * dim
-            bias = layer.qkv.bias
-            q = F.linear(normed[plan.last], layer.qkv.weight[:split], None if bias is None else bias[:split])
-            kv = F.linear(normed, layer.qkv.weight[split:], None if bias is None else bias[split:])
-            k, v = kv.view(-1, 2, kv_heads, dim).unbind(1)
-            q = norm_rotate(q.view(-1, heads, dim), layer.q_norm, cos[plan.last], sin[plan.last], eps)
-            k = norm_rotate(k, layer.k_norm, cos, sin, eps)
-            return self._attention.last(q, k, v, window=window).reshape(-1, heads * dim)
-        qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, dim)
-        k, v = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        q = norm_rotate(qkv[:, :heads], layer.q_norm, cos, sin, eps)
-        k = norm_rotate(k, layer.k_norm, cos, sin, eps)
-        return self._attention(q, k, v, causal=causal, window=window).view(-1, heads * dim)
+        assert layer.q is not None, "a pruned layer holds q and kv apart"
+        assert layer.kv is not None, "a pruned layer holds q and kv apart"
+        heads, kv_heads, dim = self._share.heads, self._share.kv_heads, self.config.head_dim
+        eps = self.config.rms_norm_eps
+        q = layer.q(normed[plan.last]).view(-1, heads, dim)
+        k, v = layer.kv(normed).view(-1, 2, kv_heads, dim).unbind(1)
+        q = self._ops.norm_rotate(q, layer.q_norm, cos[plan.last], sin[plan.last], eps)
+        k = self._ops.norm_rotate(k, layer.k_norm, cos, sin, eps)
+        return self._attention.last(q, k, v, window=window).reshape(-1, heads * dim)

@@ -10,11 +10,13 @@ from embedq_schemas.errors import EngineError
 from numpy.typing import NDArray
 
 from embedq_worker.checkpoint import Checkpoint, decoder_of
-from embedq_worker.engine.attention import SdpaAttention
+from embedq_worker.engine.backends import choose_backends
 from embedq_worker.engine.base import PackedBatch, check_batch, check_dimensions
 from embedq_worker.engine.decoder import Decoder
 from embedq_worker.engine.device import choose_device, choose_dtype, usable_cores
+from embedq_worker.engine.group import Solo
 from embedq_worker.engine.heads import finish, load_heads, pool
+from embedq_worker.engine.memory import keep_freed_memory
 from embedq_worker.engine.plan import plan_batch
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.weights import WeightReader
@@ -29,15 +31,23 @@ class NativeEngine:
         dtype = choose_dtype(settings.dtype, self._device)
         threads = settings.threads or usable_cores()
         if self._device.type == "cpu":
+            keep_freed_memory()
             torch.set_num_threads(threads)
         self.dimension = checkpoint.dimension
         self.max_length = checkpoint.max_length
         self.max_batch_tokens = 2048 if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
         self.device = str(self._device)
-        attention = SdpaAttention()
+        config = decoder_of(checkpoint)
+        chosen = choose_backends(config, settings, device=self._device, dtype=dtype, threads=threads, group=Solo())
+        self._last_only = checkpoint.pooling == "lasttoken"
         with WeightReader(checkpoint, dtype=dtype, device=self._device) as reader:
             self._decoder: Decoder | None = Decoder(
-                decoder_of(checkpoint), reader, attention, length=checkpoint.max_length
+                config,
+                reader,
+                chosen.backends,
+                length=checkpoint.max_length,
+                causal=checkpoint.causal,
+                last_only=self._last_only,
             )
         self._heads = load_heads(checkpoint.dense, self._device)
         self._steps = 0
@@ -45,8 +55,10 @@ class NativeEngine:
             "engine": "native",
             "device": self.device,
             "dtype": str(dtype).removeprefix("torch."),
-            "attention": attention.name,
+            "attention": chosen.backends.attention.name,
+            "operations": chosen.backends.ops.name,
             "threads": str(threads),
+            "notes": "; ".join(chosen.notes),
         }
 
     @property
@@ -70,9 +82,8 @@ class NativeEngine:
 
     def _encode(self, decoder: Decoder, batch: PackedBatch, width: int, *, normalize: bool) -> NDArray[np.float32]:
         plan = plan_batch(batch, self._device)
-        last_only = self._checkpoint.pooling == "lasttoken"
-        hidden = decoder.forward(plan, causal=self._checkpoint.causal, last_only=last_only, progress=self._advance)
-        pooled = hidden.float() if last_only else pool(hidden, plan, self._checkpoint.pooling)
+        hidden = decoder.forward(plan, self._advance)
+        pooled = hidden.float() if self._last_only else pool(hidden, plan, self._checkpoint.pooling)
         vectors: NDArray[np.float32] = finish(pooled, self._heads, width, normalize=normalize).cpu().numpy()
         self._advance()
         return vectors

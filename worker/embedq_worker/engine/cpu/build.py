@@ -1,0 +1,96 @@
+"""Compiling kernels.cpp once a machine, where there is a compiler; nothing breaks where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_ISA = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16", "fma")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    *(f"-m{isa.replace('512_', '512').replace('_', '-')}" for isa in _ISA),
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The compiled library, or None and the reason."""
+
+    library: ctypes.CDLL | None
+    reason: str
+
+
+@functools.cache
+def load_kernels() -> Kernels:
+    """Compile (once, into the user's cache) and load. Never raises: a reason is given instead."""
+    missing = _missing_instructions()
+    if missing:
+        return Kernels(None, missing)
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        return Kernels(None, f"the CPU kernels did not compile: {str(error).strip()[-300:]}")
+    if not library.embedq_enable_amx():
+        return Kernels(None, "the operating system does not let this process use AMX")
+    return Kernels(library, "compiled for AVX-512 and AMX bfloat16")
+
+
+def _missing_instructions() -> str | None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"the CPU kernels are for Linux on x86-64; this is {platform.system()} on {platform.machine()}"
+    flags = set(Path("/proc/cpuinfo").read_text("ascii", errors="ignore").split())
+    missing = [isa for isa in _ISA if isa not in flags]
+    return f"this CPU has no {', '.join(missing)}" if missing else None
+
+
+def _built() -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("no C++ compiler (g++ or clang++) on PATH")
+    openmp = _openmp()
+    command = [compiler, *_FLAGS, "-fopenmp"]
+    key = hashlib.sha256("\0".join([_SOURCE.read_text("utf-8"), *command, *openmp]).encode()).hexdigest()[:20]
+    target = _cache() / f"kernels-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            output = Path(folder) / target.name
+            # Arguments are a fixed list and this package's own file; CXX is the user's choice of compiler.
+            done = subprocess.run(  # noqa: S603
+                [*command, str(_SOURCE), *openmp, "-o", str(output)],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            if done.returncode != 0:
+                raise RuntimeError(done.stderr)
+            # Renaming keeps a second process that builds at the same time from loading half a file.
+            output.replace(target)
+    return target
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "embedq" / "kernels"
+
+
+def _openmp() -> list[str]:
+    """torch's own OpenMP runtime: a second one would start a second pool of threads on the same cores."""
+    import torch
+
+    root = Path(torch.__file__).parent
+    found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])
+    return [str(found[0])] if found else []

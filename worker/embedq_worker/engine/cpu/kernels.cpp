@@ -1,0 +1,419 @@
+// bfloat16 kernels for CPUs with AVX-512, AVX512_BF16 and AMX: the parts of a decoder layer between the matrix products.
+//
+// A text of a hundred tokens is too small for general kernels: their set-up costs more than the arithmetic. Here one call
+// serves a whole packed batch. Every pointer is to bfloat16 unless its type says otherwise; strides count elements.
+#include <immintrin.h>
+#include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+using bf16 = uint16_t;
+
+inline __m512 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+inline __m512 load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void store(bf16* p, __m512 v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+}
+
+// 2^x for x <= 0; relative error below 2^-20, far under bfloat16's rounding.
+inline __m512 exp2_ps(__m512 x) {
+  // The floor keeps results normal: subnormal ones cost a hundred cycles each.
+  x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 part = _mm512_sub_ps(x, whole);
+  __m512 p = _mm512_set1_ps(1.3333558e-3f);
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(9.6181291e-3f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(5.5504109e-2f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(2.4022651e-1f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(6.9314718e-1f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, whole);
+}
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMasked = -1e30f;
+constexpr int kKeys = 64;  // keys a block: two tiles of 32 for P V, four of 16 for Q K^T
+constexpr int kMaxDim = 256;
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+  TileConfig() {
+    for (int i = 0; i < 8; ++i) bytes[i] = 64, rows[i] = 16;
+  }
+};
+
+// Transpose a 16 x 16 block of 32-bit values: in[r] is row r.
+inline void transpose16(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+  }
+}
+
+// One thread's buffers. Tiles are 1 KiB: 16 rows of 64 bytes.
+struct alignas(64) Scratch {
+  bf16 k[kKeys * kMaxDim];      // [key tile of 16][dim tile of 32]: 16 dim pairs x 16 keys x 2
+  bf16 v[kKeys * kMaxDim];      // [key tile of 32][dim tile of 16]: 16 key pairs x 16 dims x 2
+  float s[16 * kKeys];
+  bf16 p[16 * kKeys];
+  bf16* q = nullptr;    // [rows, dim]
+  float* o = nullptr;   // [rows, dim]
+  float* m = nullptr;   // [rows] running maximum, times log2(e)
+  float* l = nullptr;   // [rows] running sum
+  int* position = nullptr;  // [rows] position of the row's token in its text
+  ~Scratch() { std::free(q), std::free(o), std::free(m), std::free(l), std::free(position); }
+  void reserve(int rows, int dim) {
+    q = static_cast<bf16*>(std::aligned_alloc(64, size_t(rows) * dim * 2));
+    o = static_cast<float*>(std::aligned_alloc(64, size_t(rows) * dim * 4));
+    m = static_cast<float*>(std::aligned_alloc(64, size_t(rows) * 4));
+    l = static_cast<float*>(std::aligned_alloc(64, size_t(rows) * 4));
+    position = static_cast<int*>(std::aligned_alloc(64, size_t(rows) * 4));
+  }
+};
+
+void pack_keys(const bf16* k, long stride, int count, int dim, bf16* out) {
+  for (int key = 0; key < kKeys; key += 16) {
+    for (int d = 0; d < dim; d += 32) {
+      __m512i rows[16];
+      for (int i = 0; i < 16; ++i)
+        rows[i] = key + i < count ? _mm512_loadu_si512(k + (key + i) * stride + d) : _mm512_setzero_si512();
+      transpose16(rows);
+      for (int i = 0; i < 16; ++i, out += 32) _mm512_store_si512(out, rows[i]);
+    }
+  }
+}
+
+void pack_values(const bf16* v, long stride, int count, int dim, bf16* out) {
+  for (int key = 0; key < kKeys; key += 32) {
+    for (int d = 0; d < dim; d += 16) {
+      for (int i = 0; i < 16; ++i, out += 32) {
+        const int row = key + 2 * i;
+        const __m256i zero = _mm256_setzero_si256();
+        const auto at = [&](int r) {
+          return r < count ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + r * stride + d)) : zero;
+        };
+        const __m512i even = _mm512_cvtepu16_epi32(at(row));
+        const __m512i odd = _mm512_slli_epi32(_mm512_cvtepu16_epi32(at(row + 1)), 16);
+        _mm512_store_si512(out, _mm512_or_si512(even, odd));
+      }
+    }
+  }
+}
+
+// GCC's tile intrinsics do not tell the compiler that they read memory: without this it may move stores past them.
+inline void memory_barrier() { asm volatile("" ::: "memory"); }
+
+// s[16][16 columns] = q[16][dim] k^T, for the first `columns` tiles of 16 keys.
+template <int columns>
+inline void scores(const bf16* q, const bf16* k, int dim, float* s) {
+  const int steps = dim / 32;
+  memory_barrier();
+  _tile_zero(0);
+  if constexpr (columns > 1) _tile_zero(1);
+  if constexpr (columns > 2) _tile_zero(2);
+  if constexpr (columns > 3) _tile_zero(3);
+  for (int step = 0; step < steps; ++step) {
+    const bf16* block = k + step * 512;
+    _tile_loadd(4, q + step * 32, dim * 2);
+    _tile_loadd(5, block, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (columns > 1) {
+      _tile_loadd(6, block + steps * 512, 64);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (columns > 2) {
+      _tile_loadd(7, block + steps * 1024, 64);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (columns > 3) {
+      _tile_loadd(5, block + steps * 1536, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, s, kKeys * 4);
+  if constexpr (columns > 1) _tile_stored(1, s + 16, kKeys * 4);
+  if constexpr (columns > 2) _tile_stored(2, s + 32, kKeys * 4);
+  if constexpr (columns > 3) _tile_stored(3, s + 48, kKeys * 4);
+  memory_barrier();
+}
+
+// o[16][dim] += p[16][32 key_tiles] v; o is taken as zero where `first`.
+inline void weigh(const bf16* p, const bf16* v, int dim, float* o, int key_tiles, bool first) {
+  const int columns = dim / 16;
+  memory_barrier();
+  for (int c = 0; c < columns; c += 2) {
+    if (first) {
+      _tile_zero(0);
+      _tile_zero(1);
+    } else {
+      _tile_loadd(0, o + c * 16, dim * 4);
+      _tile_loadd(1, o + c * 16 + 16, dim * 4);
+    }
+    for (int t = 0; t < key_tiles; ++t) {
+      const bf16* block = v + (t * columns + c) * 512;
+      _tile_loadd(4, p + t * 32, kKeys * 2);
+      _tile_loadd(5, block, 64);
+      _tile_loadd(6, block + 512, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    _tile_stored(0, o + c * 16, dim * 4);
+    _tile_stored(1, o + c * 16 + 16, dim * 4);
+  }
+  memory_barrier();
+}
+
+struct Problem {
+  const bf16 *q, *k, *v;
+  long q_stride, kv_stride;
+  bf16* out;
+  long out_stride;
+  int heads, kv_heads, dim, causal, window;
+  float scale;
+};
+
+// One tile's softmax weights over `columns` tiles of 16 keys from `key`: s to p, the running m and l, and o rescaled.
+template <int columns>
+inline void soften(const Problem& a, Scratch& w, int tile, int key, int keys, bool masked, bool first) {
+  const __m512 scale = _mm512_set1_ps(a.scale * kLog2e);
+  float* o = w.o + long(tile) * 16 * a.dim;
+  for (int r = 0; r < 16; ++r) {
+    const int row = tile * 16 + r, position = w.position[row];
+    __m512 x[columns];
+    for (int i = 0; i < columns; ++i) x[i] = _mm512_mul_ps(_mm512_load_ps(w.s + r * kKeys + i * 16), scale);
+    if (masked) {
+      const int end = a.causal ? std::min(keys, position - key + 1) : keys;
+      const int begin = a.window ? std::max(0, position - a.window + 1 - key) : 0;
+      const uint64_t upto = end <= 0 ? 0 : end >= 64 ? ~0ull : (1ull << end) - 1;
+      const uint64_t keep = begin >= 64 ? 0 : upto & (~0ull << begin);
+      for (int i = 0; i < columns; ++i)
+        x[i] = _mm512_mask_blend_ps(__mmask16(keep >> (16 * i)), _mm512_set1_ps(kMasked), x[i]);
+    }
+    __m512 top = x[0];
+    for (int i = 1; i < columns; ++i) top = _mm512_max_ps(top, x[i]);
+    const float before = w.m[row], peak = std::max(before, _mm512_reduce_max_ps(top));
+    const __m512 shift = _mm512_set1_ps(peak);
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < columns; ++i) {
+      x[i] = exp2_ps(_mm512_sub_ps(x[i], shift));
+      sum = _mm512_add_ps(sum, x[i]);
+      store(w.p + r * kKeys + i * 16, x[i]);
+    }
+    if constexpr (columns % 2 == 1)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(w.p + r * kKeys + columns * 16), _mm256_setzero_si256());
+    if (!first && peak > before) {
+      const float shrink = std::exp2(std::max(before - peak, -100.0f));
+      const __m512 factor = _mm512_set1_ps(shrink);
+      w.l[row] *= shrink;
+      for (int d = 0; d < a.dim; d += 16)
+        _mm512_store_ps(o + r * a.dim + d, _mm512_mul_ps(_mm512_load_ps(o + r * a.dim + d), factor));
+    }
+    w.m[row] = peak;
+    w.l[row] += _mm512_reduce_add_ps(sum);
+  }
+}
+
+template <int columns>
+inline void block(const Problem& a, Scratch& w, int tile, int key, int keys, bool masked, bool first) {
+  scores<columns>(w.q + long(tile) * 16 * a.dim, w.k, a.dim, w.s);
+  soften<columns>(a, w, tile, key, keys, masked, first);
+  weigh(w.p, w.v, a.dim, w.o + long(tile) * 16 * a.dim, (columns + 1) / 2, first);
+}
+
+// Rows [first, first + count) of one text's queries, for the query heads that share kv_head. `length` keys from `start`.
+void attend(const Problem& a, Scratch& w, long q_row, long start, int length, int first, int count, int kv_head) {
+  const int group = a.heads / a.kv_heads, dim = a.dim, rows = group * count, tiles = (rows + 15) / 16;
+  int row = 0;
+  for (int h = 0; h < group; ++h) {
+    const bf16* q = a.q + q_row * a.q_stride + (kv_head * group + h) * dim;
+    for (int t = 0; t < count; ++t, ++row, q += a.q_stride) {
+      w.position[row] = first + t, w.m[row] = kMasked, w.l[row] = 0.0f;
+      for (int d = 0; d < dim; d += 32) _mm512_store_si512(w.q + long(row) * dim + d, _mm512_loadu_si512(q + d));
+    }
+  }
+  for (; row < tiles * 16; ++row) {
+    w.position[row] = first + count - 1, w.m[row] = kMasked, w.l[row] = 0.0f;
+    std::memset(w.q + long(row) * dim, 0, dim * 2);
+  }
+  const int last_key = a.causal ? std::min(length, first + count) : length;
+  const int first_key = a.window ? std::max(0, first - a.window + 1) / kKeys * kKeys : 0;
+  const bf16* k = a.k + start * a.kv_stride + kv_head * dim;
+  const bf16* v = a.v + start * a.kv_stride + kv_head * dim;
+  for (int key = first_key; key < last_key; key += kKeys) {
+    const int keys = std::min(kKeys, length - key);
+    pack_keys(k + key * a.kv_stride, a.kv_stride, keys, dim, w.k);
+    pack_values(v + key * a.kv_stride, a.kv_stride, keys, dim, w.v);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int* position = w.position + tile * 16;
+      int low = position[0], high = position[0];
+      for (int r = 1; r < 16; ++r) low = std::min(low, position[r]), high = std::max(high, position[r]);
+      if (a.causal && high < key) continue;
+      const int needed = a.causal ? std::min(keys, high - key + 1) : keys;
+      const bool masked = keys < kKeys || (a.causal && low < key + kKeys - 1) || a.window;
+      switch ((needed + 15) / 16) {
+        case 1: block<1>(a, w, tile, key, keys, masked, key == first_key); break;
+        case 2: block<2>(a, w, tile, key, keys, masked, key == first_key); break;
+        case 3: block<3>(a, w, tile, key, keys, masked, key == first_key); break;
+        default: block<4>(a, w, tile, key, keys, masked, key == first_key);
+      }
+    }
+  }
+  row = 0;
+  for (int h = 0; h < group; ++h) {
+    bf16* out = a.out + q_row * a.out_stride + (kv_head * group + h) * dim;
+    for (int t = 0; t < count; ++t, ++row, out += a.out_stride) {
+      const __m512 factor = _mm512_set1_ps(1.0f / w.l[row]);
+      const float* o = w.o + long(row) * dim;
+      for (int d = 0; d < dim; d += 16) store(out + d, _mm512_mul_ps(_mm512_load_ps(o + d), factor));
+    }
+  }
+}
+
+inline float sum_squares(const bf16* x, int n) {
+  __m512 a = _mm512_setzero_ps(), b = _mm512_setzero_ps();
+  for (int i = 0; i < n; i += 32) {
+    const __m512 u = load(x + i), v = load(x + i + 16);
+    a = _mm512_fmadd_ps(u, u, a), b = _mm512_fmadd_ps(v, v, b);
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(a, b));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Ask the kernel for AMX tile state. 1 where it may be used by this process.
+int embedq_enable_amx() {
+  constexpr int kRequest = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+
+// Attention within packed texts; cu_seqlens int32 [n + 1]. With last_only, q and out have one row a text, its last token.
+// dim is a multiple of 32, at most 256.
+void embedq_attention(const bf16* q, long q_stride, const bf16* k, const bf16* v, long kv_stride, bf16* out,
+                      long out_stride, const int32_t* cu_seqlens, int n, int heads, int kv_heads, int dim, int causal,
+                      int window, int last_only, int threads) {
+  const Problem problem{q,          k,     v,        q_stride, kv_stride, out,
+                        out_stride, heads, kv_heads, dim,      causal,    window, 1.0f / std::sqrt(float(dim))};
+  const int group = heads / kv_heads;
+  constexpr int kChunk = 128;  // queries a task: packing a block of keys serves all of them
+  long tasks = 0;
+  int widest = 1;
+  for (int i = 0; i < n; ++i) {
+    const int length = cu_seqlens[i + 1] - cu_seqlens[i], chunk = last_only ? 1 : std::min(length, kChunk);
+    tasks += last_only ? 1 : (length + chunk - 1) / chunk;
+    widest = std::max(widest, chunk);
+  }
+  struct Task {
+    int text, first, count;
+  };
+  Task* list = static_cast<Task*>(std::malloc(sizeof(Task) * tasks));
+  long at = 0;
+  for (int i = 0; i < n; ++i) {
+    const int length = cu_seqlens[i + 1] - cu_seqlens[i];
+    if (last_only) {
+      list[at++] = {i, length - 1, 1};
+      continue;
+    }
+    // The last chunk of a causal text reads the most keys, so it starts first.
+    for (int first = (length - 1) / kChunk * kChunk; first >= 0; first -= kChunk)
+      list[at++] = {i, first, std::min(kChunk, length - first)};
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    TileConfig config;
+    _tile_loadconfig(&config);
+    Scratch scratch;
+    scratch.reserve((group * widest + 15) / 16 * 16, dim);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (long index = 0; index < tasks * kv_heads; ++index) {
+      const Task task = list[index / kv_heads];
+      const long start = cu_seqlens[task.text];
+      const int length = cu_seqlens[task.text + 1] - cu_seqlens[task.text];
+      const long q_row = last_only ? task.text : start + task.first;
+      attend(problem, scratch, q_row, start, length, task.first, task.count, int(index % kv_heads));
+    }
+    _tile_release();
+  }
+  std::free(list);
+}
+
+// residual += x (skipped where x is null); out = residual * rsqrt(mean(residual^2) + eps) * weight. n a multiple of 32.
+void embedq_add_rms_norm(const bf16* x, bf16* residual, const bf16* weight, bf16* out, long tokens, int n, float eps,
+                         int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long t = 0; t < tokens; ++t) {
+    bf16* r = residual + t * n;
+    if (x != nullptr)
+      for (int i = 0; i < n; i += 16) store(r + i, _mm512_add_ps(load(r + i), load(x + t * n + i)));
+    const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum_squares(r, n) / n + eps));
+    for (int i = 0; i < n; i += 16)
+      store(out + t * n + i, _mm512_mul_ps(_mm512_mul_ps(load(r + i), factor), load(weight + i)));
+  }
+}
+
+// In place on x [tokens, heads, dim] (stride a token): RMSNorm a head with weight (null: none), then rope by cos and sin
+// float32 [tokens, dim / 2]. dim is a multiple of 32.
+void embedq_norm_rotate(bf16* x, long stride, const bf16* weight, const float* cos, const float* sin, long tokens,
+                        int heads, int dim, float eps, int threads) {
+  const int half = dim / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long t = 0; t < tokens; ++t) {
+    for (int h = 0; h < heads; ++h) {
+      bf16* head = x + t * stride + h * dim;
+      const bool normed = weight != nullptr;
+      const __m512 factor = _mm512_set1_ps(normed ? 1.0f / std::sqrt(sum_squares(head, dim) / dim + eps) : 1.0f);
+      for (int i = 0; i < half; i += 16) {
+        __m512 a = _mm512_mul_ps(load(head + i), factor), b = _mm512_mul_ps(load(head + half + i), factor);
+        if (normed) a = _mm512_mul_ps(a, load(weight + i)), b = _mm512_mul_ps(b, load(weight + half + i));
+        const __m512 c = _mm512_loadu_ps(cos + t * half + i), s = _mm512_loadu_ps(sin + t * half + i);
+        store(head + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        store(head + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+      }
+    }
+  }
+}
+
+// gate_up [tokens, 2 n] -> out [tokens, n] = silu(gate) * up. n is a multiple of 16.
+void embedq_silu_mul(const bf16* gate_up, bf16* out, long tokens, int n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long t = 0; t < tokens; ++t) {
+    const bf16 *gate = gate_up + t * 2 * n, *up = gate + n;
+    for (int i = 0; i < n; i += 16) {
+      const __m512 g = load(gate + i), one = _mm512_set1_ps(1.0f);
+      // sigmoid from 2^-|x|, so that nothing overflows.
+      const __m512 e = exp2_ps(_mm512_mul_ps(_mm512_abs_ps(g), _mm512_set1_ps(-kLog2e)));
+      const __mmask16 negative = _mm512_cmp_ps_mask(g, _mm512_setzero_ps(), _CMP_LT_OQ);
+      const __m512 sigmoid = _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e));
+      store(out + t * n + i, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid), load(up + i)));
+    }
+  }
+}
+}

@@ -1,0 +1,79 @@
+"""Tensors in, tensors out: the compiled kernels' signatures, shape checks and pointers in one place."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_long, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embedq_worker.engine.cpu.build import load_kernels
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "embedq_attention": [c_void_p, c_long, c_void_p, c_void_p, c_long, c_void_p, c_long, c_void_p, *[c_int] * 8],
+    "embedq_add_rms_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, c_float, c_int],
+    "embedq_norm_rotate": [c_void_p, c_long, c_void_p, c_void_p, c_void_p, c_long, c_int, c_int, c_float, c_int],
+    "embedq_silu_mul": [c_void_p, c_void_p, c_long, c_int, c_int],
+}
+
+
+class CpuKernels:
+    """bfloat16, contiguous last axis. `threads` is fixed at creation."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._threads = threads
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library = library
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, window: int | None, last: bool
+    ) -> Tensor:
+        """q [rows, heads, dim], k and v [tokens, kv_heads, dim] with one token stride, cu_seqlens int32 [n + 1]."""
+        rows, heads, dim = q.shape
+        out = torch.empty((rows, heads, dim), dtype=q.dtype)
+        if k.stride(0) != v.stride(0) or k.stride(1) != dim or v.stride(1) != dim or q.stride(1) != dim:
+            raise ValueError("attention expects heads side by side, and keys and values with one stride")
+        self._library.embedq_attention(
+            q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), out.data_ptr(), heads * dim,
+            cu_seqlens.data_ptr(), len(cu_seqlens) - 1, heads, k.shape[1], dim, causal, window or 0, last,
+            self._threads,
+        )  # fmt: skip
+        return out
+
+    def add_rms_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place; returns rms_norm(residual) * weight, [tokens, n]."""
+        out = torch.empty_like(residual)
+        pointer = None if x is None else x.data_ptr()
+        self._library.embedq_add_rms_norm(
+            pointer, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *residual.shape, eps, self._threads
+        )
+        return out
+
+    def norm_rotate(self, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> None:
+        """In place on x [tokens, heads, dim]; cos and sin float32 [tokens, dim / 2], contiguous."""
+        tokens, heads, dim = x.shape
+        pointer = None if weight is None else weight.data_ptr()
+        self._library.embedq_norm_rotate(
+            x.data_ptr(), x.stride(0), pointer, cos.data_ptr(), sin.data_ptr(), tokens, heads, dim, eps, self._threads
+        )
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[tokens, 2 n] -> [tokens, n]."""
+        tokens, width = gate_up.shape
+        out = torch.empty((tokens, width // 2), dtype=gate_up.dtype)
+        self._library.embedq_silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2, self._threads)
+        return out
+
+
+def cpu_kernels(
+    *, hidden_size: int, intermediate_size: int, head_dim: int, threads: int
+) -> tuple[CpuKernels | None, str]:
+    """The kernels where they serve this shape, else None; and the reason either way."""
+    if hidden_size % 32 or intermediate_size % 16 or head_dim % 32 or head_dim > 256:
+        return None, "the CPU kernels serve sizes in multiples of 32 and heads of at most 256 values"
+    kernels = load_kernels()
+    return (CpuKernels(kernels.library, threads) if kernels.library is not None else None), kernels.reason
