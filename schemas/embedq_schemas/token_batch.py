@@ -7,6 +7,7 @@ buffer is `cu_seqlens`, so packing, the wire and the engine share the same two b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -37,13 +38,13 @@ class TokenBatch:
     def num_documents(self) -> int:
         return int(self.table.num_rows)
 
-    @property
+    @cached_property
     def input_ids(self) -> NDArray[np.uint32]:
         """uint32 [total_tokens], all documents one after another."""
         values: NDArray[np.uint32] = self.table.column("input_ids").flatten().to_numpy(zero_copy_only=True)
         return values
 
-    @property
+    @cached_property
     def cu_seqlens(self) -> NDArray[np.int32]:
         """int32 [num_documents + 1], starting at 0."""
         offsets: NDArray[np.int32] = self.table.column("input_ids").offsets.to_numpy(zero_copy_only=True)
@@ -52,8 +53,7 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
-        cu_seqlens = self.cu_seqlens
-        return int(cu_seqlens[-1])
+        return int(self.cu_seqlens[-1])
 
     def encode(self) -> memoryview:
         """As an Arrow payload. Slices are written compactly, without their neighbours' ids."""

@@ -41,8 +41,8 @@ class Embedded:
     parts: tuple[RunPart, ...]
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.vectors.table.nbytes for part in self.parts if part.vectors is not None)
+    def vector_bytes(self) -> int:
+        return sum(part.vectors.num_documents * part.vectors.dimension * 4 for part in self.parts if part.vectors)
 
 
 def embed(engine: Engine, entry: Entry, batch: TokenBatch, encoding: EncodingOptions, normalize: bool) -> Embedded:

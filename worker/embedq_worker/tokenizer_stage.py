@@ -162,24 +162,23 @@ class TokenizerStage:
         good = np.flatnonzero(~failed)
         order, bounds = plan_batches(lengths[good], max_batch_tokens)
         rows = good[order]
-        for start, end in itertools.pairwise(bounds):
-            self._add_batch(commit, batch, rows[start:end], runs, lane)
+        # One gather for the window; batches are slices of it, and the wire format writes slices compactly.
+        packed, members = batch.select(rows), runs[rows]
+        for start, end in itertools.pairwise(bounds.tolist()):
+            self._add_batch(commit, packed.slice(start, end - start), members[start:end], lane)
         for share in group.shares:
             commit.count(share.run, "ready", share.documents)
         return len(good), int(lengths[good].sum())
 
-    def _add_batch(
-        self, commit: Commit, batch: TokenBatch, rows: NDArray[np.int64], runs: NDArray[np.str_], lane: Lane
-    ) -> None:
-        members = runs[rows]
-        if members[0] == members[-1] and (members == members[0]).all():
-            commit.add_batch(lane, [Share(str(members[0]), len(rows))], batch.select(rows).encode())
+    def _add_batch(self, commit: Commit, batch: TokenBatch, runs: NDArray[np.str_], lane: Lane) -> None:
+        if (runs == runs[0]).all():
+            commit.add_batch(lane, [Share(str(runs[0]), len(runs))], batch.encode())
             return
         # Shares name stretches of documents, so each run's documents stand together.
-        by_run = np.argsort(members, kind="stable")
-        names, counts = np.unique(members, return_counts=True)
+        by_run = np.argsort(runs, kind="stable")
+        names, counts = np.unique(runs, return_counts=True)
         shares = [Share(str(name), int(count)) for name, count in zip(names, counts, strict=True)]
-        commit.add_batch(lane, shares, batch.select(rows[by_run]).encode())
+        commit.add_batch(lane, shares, batch.select(by_run).encode())
 
     def _refuse(
         self,

@@ -48,7 +48,7 @@ class _Pending:
 
     since: float
     items: list[Embedded] = field(default_factory=list)
-    nbytes: int = 0
+    vector_bytes: int = 0
     input_bytes: int = 0
 
 
@@ -149,9 +149,9 @@ class Writer:
         if len(specs) == 1 and first is not None and isinstance(first.sink, ParquetSink):
             pending = self._pending.setdefault(first.run, _Pending(time.monotonic()))
             pending.items.append(item)
-            pending.nbytes += item.nbytes
+            pending.vector_bytes += item.vector_bytes
             pending.input_bytes += len(item.entry.payload)
-            if pending.nbytes >= first.sink.file_bytes or pending.input_bytes >= self._most_input_bytes:
+            if pending.vector_bytes >= first.sink.file_bytes or pending.input_bytes >= self._most_input_bytes:
                 self._flush(first.run)
             return
         self._commit_results(item, specs)
