@@ -39,7 +39,7 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         """Inverse of `encode`; raises CodecError."""
         try:
             return _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CodecError(f"dead_letter: {str(error)[:200]}") from None
 
 

@@ -6,6 +6,7 @@ columns, and validates every offset and every UTF-8 sequence before a caller may
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 
 import pyarrow as pa
@@ -17,6 +18,8 @@ KIND = b"embedq.kind"
 VERSION = b"embedq.version"
 #: A decoded batch may not exceed this: an entry is a unit of work, not a file.
 MAX_BATCH_BYTES = 1 << 30
+
+_INVALID = (pa.ArrowException, ValueError, TypeError, OSError, MemoryError, OverflowError, KeyError, struct.error)
 
 METADATA_TYPE = pa.string()
 """Type of every kept metadata column in this version."""
@@ -49,7 +52,9 @@ def decode(
         CodecError: anything else that is not exactly such a batch.
     """
     try:
-        with pa.ipc.open_stream(pa.py_buffer(payload)) as reader:
+        buffer = pa.py_buffer(payload)
+        _check_messages(buffer, kind)
+        with pa.ipc.open_stream(buffer) as reader:
             _check_schema(reader.schema, kind, columns, free)
             batch = reader.read_next_batch()
             try:
@@ -63,12 +68,41 @@ def decode(
         batch.validate(full=True)
     except StopIteration:
         raise CodecError(f"{kind}: no record batch") from None
-    except (pa.ArrowException, ValueError, TypeError, OSError, MemoryError, OverflowError, KeyError) as error:
+    except _INVALID as error:
         raise CodecError(f"{kind}: not a valid Arrow stream: {str(error)[:200]}") from None
     for name in columns:
         if batch.column(name).null_count:
             raise CodecError(f"{kind}: column {name} holds nulls")
     return batch
+
+
+def _check_messages(buffer: pa.Buffer, kind: str) -> None:
+    """Refuse compressed bodies before anything is decompressed: a few kilobytes of zstd can claim gigabytes."""
+    for message in pa.ipc.MessageReader.open_stream(buffer):
+        if message.type == "record batch" and _is_compressed(memoryview(message.metadata)):
+            raise CodecError(f"{kind}: the body is compressed; send it uncompressed")
+        if message.type not in ("schema", "record batch"):
+            raise CodecError(f"{kind}: unexpected {message.type} message")
+
+
+def _is_compressed(metadata: memoryview) -> bool:
+    """Whether a record batch message's flatbuffer has `RecordBatch.compression` (Arrow format, Message.fbs)."""
+    root: int = struct.unpack_from("<I", metadata, 0)[0]
+    header = _field(metadata, root, 2)
+    if not header:
+        return False
+    batch = header + struct.unpack_from("<I", metadata, header)[0]
+    return _field(metadata, batch, 3) != 0
+
+
+def _field(flatbuffer: memoryview, table: int, index: int) -> int:
+    """Position of a table's field in a flatbuffer; 0 where it is absent."""
+    vtable = table - struct.unpack_from("<i", flatbuffer, table)[0]
+    slot = 4 + 2 * index
+    if slot + 2 > struct.unpack_from("<H", flatbuffer, vtable)[0]:
+        return 0
+    offset: int = struct.unpack_from("<H", flatbuffer, vtable + slot)[0]
+    return table + offset if offset else 0
 
 
 def _check_schema(schema: pa.Schema, kind: str, columns: Mapping[str, pa.DataType], free: bool) -> None:

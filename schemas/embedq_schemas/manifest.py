@@ -2,7 +2,8 @@
 
 A file counts only if a commit record named it. The record travels through Redis until the file has its final name;
 the manifest line is the same facts, kept with the data. A replayed publish may append a line twice: readers fold
-lines by `token`. A last line without a newline is a torn append and is ignored.
+lines by `token`. A line that does not end as an object does is a torn append and is ignored: its commit record still
+exists, and the replayed publish appends it whole.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from msgspec import Meta
 
 from embedq_schemas.errors import CodecError, UnsupportedVersionError
 from embedq_schemas.names import SCHEMA_VERSION
+from embedq_schemas.versions import refuse_other_version
 
 MANIFEST_NAME = "_manifest.jsonl"
 
-_Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+_Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Ordinal = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +33,7 @@ class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     size_bytes: Annotated[int, Meta(ge=1)]
     tokens: Annotated[int, Meta(ge=0)]  # token count of its documents, after truncation
     #: Inclusive ranges of the rows' ordinals, flattened: first, last, first, last, ...
-    ordinals: tuple[int, ...]
+    ordinals: tuple[_Ordinal, ...]
     v: int = SCHEMA_VERSION
 
     @property
@@ -52,12 +55,14 @@ class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Inverse of `encode`; raises CodecError, or UnsupportedVersionError for a newer major version."""
         try:
             entry = _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            refuse_other_version(data, "v", "manifest")
             raise CodecError(f"manifest: {str(error)[:200]}") from None
         if entry.v != SCHEMA_VERSION:
             raise UnsupportedVersionError(f"manifest: version {entry.v}; this build knows {SCHEMA_VERSION}")
-        if len(entry.ordinals) % 2:
-            raise CodecError("manifest: ordinals are not pairs")
+        pairs = list(zip(entry.ordinals[::2], entry.ordinals[1::2], strict=False))
+        if len(entry.ordinals) % 2 or any(first > last for first, last in pairs):
+            raise CodecError("manifest: ordinals are not pairs of first and last")
         return entry
 
 
@@ -70,5 +75,6 @@ def read_manifest(dataset: Path) -> dict[str, PublishedFile]:
         data = (dataset / MANIFEST_NAME).read_bytes()
     except FileNotFoundError:
         return {}
-    lines = data.split(b"\n")[:-1]
-    return {entry.token: entry for entry in map(PublishedFile.decode, filter(None, lines))}
+    # No beginning of an entry ends in a brace, so a torn append never looks like a whole one.
+    lines = (line for line in data.split(b"\n") if line.endswith(b"}"))
+    return {entry.token: entry for entry in map(PublishedFile.decode, lines)}

@@ -31,5 +31,8 @@ class Lane(StrEnum):
 #: In the order in which they are read.
 LANES: tuple[Lane, ...] = (Lane.INTERACTIVE, Lane.BULK)
 
+MAX_METADATA_COLUMNS = 1000
+"""Metadata columns a run may keep and a job may carry."""
+
 RESERVED_COLUMNS = frozenset({"id", "ordinal", "vector", "n_tokens", "truncated", "text_sha256", "text", "input_ids"})
 """Column names that metadata may not take."""

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import CodecError, UnsupportedVersionError
-from embedq_schemas.names import RESERVED_COLUMNS, SCHEMA_VERSION, Lane, QueueName, RunId
+from embedq_schemas.names import MAX_METADATA_COLUMNS, RESERVED_COLUMNS, SCHEMA_VERSION, Lane, QueueName, RunId
+from embedq_schemas.versions import refuse_other_version
 
 
 class RunStatus(StrEnum):
@@ -89,10 +90,10 @@ class RunSpec(BaseModel):
     lane: Lane = Lane.BULK
     durability: Durability = Durability.PROCESS
     #: Metadata columns kept into the output, in order.
-    metadata: tuple[str, ...] = Field(default=(), max_length=1000)
+    metadata: tuple[str, ...] = Field(default=(), max_length=MAX_METADATA_COLUMNS)
     keep_text: bool = False
     #: Unix time in seconds.
-    created_at: float
+    created_at: float = Field(allow_inf_nan=False)
     #: Identity of the input, so that a resumed producer refuses another corpus.
     corpus: str | None = Field(default=None, max_length=1024)
 
@@ -117,6 +118,7 @@ class RunSpec(BaseModel):
         try:
             spec = cls.model_validate_json(data)
         except ValidationError as error:
+            refuse_other_version(data, "version", "run specification")
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise CodecError(f"not a run specification: {where}: {first['msg']}") from None

@@ -71,9 +71,9 @@ class TokenBatch:
         batch = cls(ipc.decode(payload, KIND, COLUMNS))
         if batch.num_documents == 0:
             raise CodecError("token_batch: no documents")
-        ids = batch.input_ids
         if batch.table.column("input_ids").values.null_count:
             raise CodecError("token_batch: input_ids holds nulls")
+        ids = batch.input_ids
         lengths = np.diff(batch.cu_seqlens)
         if int(lengths.min()) < 1 or int(lengths.max()) > max_length:
             raise CodecError(
