@@ -81,9 +81,8 @@ class Decoder:
         heads, kv_heads, dim = self._share.heads, self._share.kv_heads, self.config.head_dim
         eps = self.config.rms_norm_eps
         parts = qkv.view(-1, heads + 2 * kv_heads, dim)
-        q = self._ops.norm_rotate(parts[:, :heads], layer.q_norm, cos, sin, eps)
-        k = self._ops.norm_rotate(parts[:, heads : heads + kv_heads], layer.k_norm, cos, sin, eps)
         v = parts[:, heads + kv_heads :]
+        q, k = self._ops.rotate_qk(parts[:, : heads + kv_heads], heads, layer.q_norm, layer.k_norm, cos, sin, eps)
         return self._attention(q, k, v, causal=self._causal, window=window).view(-1, heads * dim)
 
     def _attend_last(
@@ -95,6 +94,6 @@ class Decoder:
         eps = self.config.rms_norm_eps
         q = layer.q(normed[plan.last]).view(-1, heads, dim)
         k, v = layer.kv(normed).view(-1, 2, kv_heads, dim).unbind(1)
-        q = self._ops.norm_rotate(q, layer.q_norm, cos[plan.last], sin[plan.last], eps)
-        k = self._ops.norm_rotate(k, layer.k_norm, cos, sin, eps)
+        q, _ = self._ops.rotate_qk(q, heads, layer.q_norm, None, cos[plan.last], sin[plan.last], eps)
+        _, k = self._ops.rotate_qk(k, 0, None, layer.k_norm, cos, sin, eps)
         return self._attention.last(q, k, v, window=window).reshape(-1, heads * dim)

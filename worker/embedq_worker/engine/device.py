@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from embedq_schemas.errors import ModelError
 
 from embedq_worker.engine.settings import Dtype
@@ -52,6 +55,26 @@ def usable_cores() -> int:
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_core_of(cpu) for cpu in affinity}
     return max(1, min(len(cores), _quota()))
+
+
+def choose_product_threads(cores: int, dtype: torch.dtype) -> int:
+    """Threads for matrix products: all cores, or half of them where that is faster, as measured here (about 0.2 s).
+
+    Virtual machines often show two hyperthreads of one core as two cores; both then share one matrix unit.
+    """
+    if cores == 1:
+        return 1
+    x, weight = torch.ones(2048, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
+    best: dict[int, float] = {}
+    with torch.inference_mode():
+        for _ in range(5):
+            for count in (cores, cores // 2):
+                torch.set_num_threads(count)
+                start = time.perf_counter()
+                F.linear(x, weight)
+                best[count] = min(best.get(count, math.inf), time.perf_counter() - start)
+    # Everything outside the kernels gains from more threads, so fewer have to be clearly better.
+    return cores // 2 if best[cores // 2] < 0.97 * best[cores] else cores
 
 
 def _core_of(cpu: int) -> str:

@@ -33,6 +33,13 @@ def norm_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps:
     return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
 
 
+def rotate_qk(
+    qk: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """norm_rotate of the first `heads` heads (queries) and of the rest (keys)."""
+    return norm_rotate(qk[:, :heads], q_norm, cos, sin, eps), norm_rotate(qk[:, heads:], k_norm, cos, sin, eps)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[tokens, 2 * inner] -> silu(gate) * up, [tokens, inner]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -13,7 +13,7 @@ from embedq_worker.checkpoint import Checkpoint, decoder_of
 from embedq_worker.engine.backends import choose_backends
 from embedq_worker.engine.base import PackedBatch, check_batch, check_dimensions
 from embedq_worker.engine.decoder import Decoder
-from embedq_worker.engine.device import choose_device, choose_dtype, usable_cores
+from embedq_worker.engine.device import choose_device, choose_dtype, choose_product_threads, usable_cores
 from embedq_worker.engine.group import Solo
 from embedq_worker.engine.heads import finish, load_heads, pool
 from embedq_worker.engine.memory import keep_freed_memory
@@ -32,7 +32,8 @@ class NativeEngine:
         threads = settings.threads or usable_cores()
         if self._device.type == "cpu":
             keep_freed_memory()
-            torch.set_num_threads(threads)
+            products = settings.threads or choose_product_threads(threads, dtype)
+            torch.set_num_threads(products)
         self.dimension = checkpoint.dimension
         self.max_length = checkpoint.max_length
         self.max_batch_tokens = 2048 if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
@@ -57,7 +58,8 @@ class NativeEngine:
             "dtype": str(dtype).removeprefix("torch."),
             "attention": chosen.backends.attention.name,
             "operations": chosen.backends.ops.name,
-            "threads": str(threads),
+            "threads": str(threads) if self._device.type == "cpu" else "",
+            "product_threads": str(torch.get_num_threads()) if self._device.type == "cpu" else "",
             "notes": "; ".join(chosen.notes),
         }
 

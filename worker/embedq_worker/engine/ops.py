@@ -19,8 +19,10 @@ class LayerOps(Protocol):
     def add_rms_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(residual + x), residual + x); x None adds nothing."""
 
-    def norm_rotate(self, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        """Per-head RMSNorm (weight None: none), then rope; x [tokens, heads, head_dim]."""
+    def rotate_qk(
+        self, qk: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Per-head RMSNorm (weights None: none), then rope; qk [tokens, heads + key heads, head_dim] -> (q, k)."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[tokens, 2 n] -> [tokens, n]."""
@@ -34,8 +36,10 @@ class EagerOps:
             return layers.rms_norm(residual, weight, eps), residual
         return layers.add_rms_norm(x, residual, weight, eps)
 
-    def norm_rotate(self, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        return layers.norm_rotate(x, weight, cos, sin, eps)
+    def rotate_qk(
+        self, qk: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return layers.rotate_qk(qk, heads, q_norm, k_norm, cos, sin, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return layers.silu_mul(gate_up)
@@ -49,14 +53,16 @@ class CompiledOps(EagerOps):
     def __init__(self) -> None:
         # Row counts differ from batch to batch: without dynamic shapes each would compile anew.
         self._add = torch.compile(layers.add_rms_norm, dynamic=True)
-        self._rotate = torch.compile(layers.norm_rotate, dynamic=True)
+        self._rotate = torch.compile(layers.rotate_qk, dynamic=True)
         self._silu = torch.compile(layers.silu_mul, dynamic=True)
 
     def add_rms_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return super().add_rms_norm(x, residual, weight, eps) if x is None else self._add(x, residual, weight, eps)
 
-    def norm_rotate(self, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        return self._rotate(x, weight, cos, sin, eps)
+    def rotate_qk(
+        self, qk: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._rotate(qk, heads, q_norm, k_norm, cos, sin, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._silu(gate_up)
@@ -72,7 +78,7 @@ def compiled_ops(device: torch.device, dtype: torch.dtype) -> tuple[LayerOps, st
         ops.silu_mul(probe)
         ops.add_rms_norm(probe, probe, probe[0], 1e-6)
         half = torch.zeros(32, 8, device=device)
-        ops.norm_rotate(probe.view(32, 4, 16), probe[0, :16], half, half, 1e-6)
+        ops.rotate_qk(probe.view(32, 4, 16), 3, probe[0, :16], probe[0, :16], half, half, 1e-6)
     except Exception as error:
         # torch.compile raises its back end's own errors (a missing header, no Triton); all of them mean eager.
         return EagerOps(), f"eager: torch.compile failed ({type(error).__name__})"

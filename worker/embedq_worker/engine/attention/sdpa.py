@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,11 +25,7 @@ class SdpaAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
         out = torch.empty_like(q)
-        for start, stop in self._spans:
-            if window is not None and stop - start > window:
-                _windowed(q, k, v, out, start, stop, window)
-            else:
-                out[start:stop] = _attend(q[start:stop], k[start:stop], v[start:stop], causal=causal)
+        attend_spans(q, k, v, out, self._spans, causal=causal, window=window)
         return out
 
     def last(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
@@ -36,6 +34,17 @@ class SdpaAttention:
             start = begin if window is None else max(begin, stop - window)
             out[row : row + 1] = _attend(q[row : row + 1], k[start:stop], v[start:stop], causal=False)
         return out
+
+
+def attend_spans(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, spans: Iterable[tuple[int, int]], *, causal: bool, window: int | None
+) -> None:
+    """Fill `out` [tokens, heads, head_dim] for the texts at `spans` (start, stop), one at a time."""
+    for start, stop in spans:
+        if window is not None and stop - start > window:
+            _windowed(q, k, v, out, start, stop, window)
+        else:
+            out[start:stop] = _attend(q[start:stop], k[start:stop], v[start:stop], causal=causal)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor
 from embedq_worker.engine.cpu.build import load_kernels
 
 _SIGNATURES: dict[str, list[Any]] = {
-    "embedq_attention": [c_void_p, c_long, c_void_p, c_void_p, c_long, c_void_p, c_long, c_void_p, *[c_int] * 8],
+    "embedq_attention": [c_void_p, c_long, c_void_p, c_void_p, c_long, c_void_p, c_long, c_void_p, *[c_int] * 9],
     "embedq_add_rms_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, c_float, c_int],
-    "embedq_norm_rotate": [c_void_p, c_long, c_void_p, c_void_p, c_void_p, c_long, c_int, c_int, c_float, c_int],
+    "embedq_norm_rotate": [c_void_p, c_long, *[c_void_p] * 4, c_long, c_int, c_int, c_int, c_float, c_int],
     "embedq_silu_mul": [c_void_p, c_void_p, c_long, c_int, c_int],
 }
 
@@ -30,9 +30,21 @@ class CpuKernels:
         self._library = library
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, window: int | None, last: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        causal: bool,
+        window: int | None,
+        last: bool,
+        longest: int = 1 << 30,
     ) -> Tensor:
-        """q [rows, heads, dim], k and v [tokens, kv_heads, dim] with one token stride, cu_seqlens int32 [n + 1]."""
+        """q [rows, heads, dim], k and v [tokens, kv_heads, dim] with one token stride, cu_seqlens int32 [n + 1].
+
+        Rows of texts longer than `longest` tokens are left unset.
+        """
         rows, heads, dim = q.shape
         out = torch.empty((rows, heads, dim), dtype=q.dtype)
         if k.stride(0) != v.stride(0) or k.stride(1) != dim or v.stride(1) != dim or q.stride(1) != dim:
@@ -40,7 +52,7 @@ class CpuKernels:
         self._library.embedq_attention(
             q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), out.data_ptr(), heads * dim,
             cu_seqlens.data_ptr(), len(cu_seqlens) - 1, heads, k.shape[1], dim, causal, window or 0, last,
-            self._threads,
+            longest, self._threads,
         )  # fmt: skip
         return out
 
@@ -53,13 +65,24 @@ class CpuKernels:
         )
         return out
 
-    def norm_rotate(self, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> None:
-        """In place on x [tokens, heads, dim]; cos and sin float32 [tokens, dim / 2], contiguous."""
-        tokens, heads, dim = x.shape
-        pointer = None if weight is None else weight.data_ptr()
+    def norm_rotate(
+        self,
+        x: Tensor,
+        heads: int,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+    ) -> None:
+        """In place on x [tokens, heads + key heads, dim]; cos and sin float32 [tokens, dim / 2], contiguous."""
+        tokens, count, dim = x.shape
+        q_pointer = None if q_weight is None else q_weight.data_ptr()
+        k_pointer = None if k_weight is None else k_weight.data_ptr()
         self._library.embedq_norm_rotate(
-            x.data_ptr(), x.stride(0), pointer, cos.data_ptr(), sin.data_ptr(), tokens, heads, dim, eps, self._threads
-        )
+            x.data_ptr(), x.stride(0), q_pointer, k_pointer, cos.data_ptr(), sin.data_ptr(),
+            tokens, heads, count - heads, dim, eps, self._threads,
+        )  # fmt: skip
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[tokens, 2 n] -> [tokens, n]."""

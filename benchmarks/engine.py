@@ -1,0 +1,267 @@
+"""How close is the CPU engine to this machine's matrix rate, and how far ahead of other engines?
+
+    python benchmarks/engine.py --corpus corpus.jsonl --tokenizer tokenizer.json --vllm-python VENV/bin/python
+
+A random Qwen3-Embedding-0.6B-shaped checkpoint in bfloat16 embeds the same documents with every engine, in one run. The
+machine may be shared, so embedq is measured before and after every rival and compared with the mean of both, and the
+matrix rate is measured between embedq's own batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from embedq_worker.checkpoint import Checkpoint, decoder_of, load_checkpoint
+from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
+from embedq_worker.engine.generate import generate_checkpoint
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over the documents: tokens a second, share of the matrix rate, and how disturbed it was."""
+
+    tokens_per_second: float
+    shares: tuple[float, ...]
+    switches: int
+    vectors: NDArray[np.float32]
+
+
+class MatrixRate:
+    """FLOP/s of the model's own four products at 2,048 rows, weights in torch's layout, by the engine's threads."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        import torch
+
+        config = decoder_of(checkpoint)
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        query, key_value = config.num_heads * dim, config.num_kv_heads * dim
+        shapes = [(query + 2 * key_value, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)]
+        self._weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+        self._inputs = [torch.randn(2048, columns, dtype=torch.bfloat16) for _, columns in shapes]
+
+    def measure(self, repeats: int = 3) -> float:
+        import torch
+        import torch.nn.functional as F
+
+        with torch.inference_mode():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                for weight, x in zip(self._weights, self._inputs, strict=True):
+                    F.linear(x, weight)
+            seconds = time.perf_counter() - start
+        return repeats * sum(2 * 2048 * weight.numel() for weight in self._weights) / seconds
+
+
+def packed(texts: list[list[int]], limit: int) -> Iterator[PackedBatch]:
+    """Documents in their order, as many as fit `limit` tokens."""
+    batch: list[list[int]] = []
+    for ids in texts:
+        if batch and sum(map(len, batch)) + len(ids) > limit:
+            yield PackedBatch.of(batch)
+            batch = []
+        batch.append(ids)
+    yield PackedBatch.of(batch)
+
+
+def run_embedq(engine: Engine, texts: list[list[int]], rate: MatrixRate, parameters: int) -> Run:
+    shares, seconds, rows = [], 0.0, []
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    before = rate.measure()
+    for batch in packed(texts, engine.max_batch_tokens):
+        start = time.perf_counter()
+        rows.append(engine.encode(batch))
+        elapsed = time.perf_counter() - start
+        after = rate.measure()
+        seconds += elapsed
+        # A last, small batch costs more a token and is no measure of the rate at 2,048 rows.
+        if len(batch.input_ids) > engine.max_batch_tokens // 2:
+            shares.append(2 * parameters * len(batch.input_ids) / elapsed / ((before + after) / 2))
+        before = after
+    switched = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
+    return Run(sum(map(len, texts)) / seconds, tuple(shares), switched, np.concatenate(rows))
+
+
+class SentenceTransformers:
+    """The reference library, bfloat16, all cores."""
+
+    def __init__(self, path: Path, cores: int) -> None:
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        self._torch, self._cores = torch, cores
+        self._model = SentenceTransformer(str(path), device="cpu", model_kwargs={"dtype": torch.bfloat16})
+
+    def run(self, documents: list[str], batch_size: int | None) -> tuple[float, NDArray[np.float32]]:
+        """Seconds and vectors; batch_size None is the library's default."""
+        threads = self._torch.get_num_threads()
+        self._torch.set_num_threads(self._cores)
+        options = {} if batch_size is None else {"batch_size": batch_size}
+        start = time.perf_counter()
+        vectors: NDArray[np.float32] = self._model.encode(documents, **options)
+        seconds = time.perf_counter() - start
+        self._torch.set_num_threads(threads)
+        return seconds, vectors
+
+
+class Vllm:
+    """vLLM in its own interpreter, idle between runs."""
+
+    def __init__(self, python: Path, path: Path, log: Path) -> None:
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        command = [str(python), str(Path(__file__).with_name("vllm_embed.py")), str(path), "2048"]
+        self._log = log.open("wb")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, text=True
+        )
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"vLLM ended with status {self._process.wait()}; its log is {self._log.name}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def run(self, texts: list[list[int]]) -> tuple[float, NDArray[np.float32]]:
+        assert self._process.stdin is not None
+        print(json.dumps(texts), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        return float(answer["seconds"]), np.asarray(answer["vectors"], np.float32)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+
+def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """The smallest row-wise cosine."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    return float(((x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))).min())
+
+
+def make_checkpoint(folder: Path, tokenizer: Path | None) -> Path:
+    if not (folder / "modules.json").exists():
+        generate_checkpoint(
+            folder,
+            hidden_size=1024,
+            layers=28,
+            heads=16,
+            kv_heads=8,
+            head_dim=128,
+            intermediate_size=3072,
+            vocab_size=151_669,
+            dtype="bfloat16",
+            tokenizer_json=tokenizer,
+        )
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True, help="JSON lines with a `text` field")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of Qwen3; default: a small byte-level one")
+    parser.add_argument("--checkpoint", type=Path, help="where the 1.2 GB checkpoint is made, and found again")
+    parser.add_argument("--documents", type=int, default=200)
+    parser.add_argument("--max-batch-tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, help="default: chosen by the engine")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vllm-cpu")
+    parser.add_argument("--no-sentence-transformers", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = make_checkpoint(options.checkpoint or Path(scratch) / "model", options.tokenizer)
+        measure(options, path, Path(scratch))
+
+
+def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
+    from embedq_worker.engine.device import usable_cores
+    from tokenizers import Tokenizer
+
+    checkpoint = load_checkpoint(str(path))
+    with options.corpus.open(encoding="utf-8") as file:
+        lines = list(file)
+    step = max(1, len(lines) // options.documents)
+    documents = [json.loads(line)["text"] for line in itertools.islice(lines, 0, step * options.documents, step)]
+    tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_file))
+    texts = [encoding.ids[: checkpoint.max_length] for encoding in tokenizer.encode_batch(documents)]
+    tokens, parameters = sum(map(len, texts)), decoder_of(checkpoint).parameters
+    print(f"{len(texts)} documents, {tokens} tokens, {parameters / 1e6:.1f}M parameters outside the embedding")
+    engine = load_engine(
+        checkpoint,
+        EngineSettings(
+            device="cpu", dtype="bfloat16", threads=options.threads, max_batch_tokens=options.max_batch_tokens
+        ),
+    )
+    print(" ".join(f"{key}={value}" for key, value in engine.description.items() if value))
+    rate = MatrixRate(checkpoint)
+    rate.measure()
+    engine.encode(next(packed(texts, engine.max_batch_tokens)))
+    runs: list[Run] = []
+
+    def embedq() -> float:
+        runs.append(run_embedq(engine, texts, rate, parameters))
+        run = runs[-1]
+        print(
+            f"embedq {run.tokens_per_second:7.1f} tokens/s, share of matrix rate {statistics.median(run.shares):.3f} "
+            f"({min(run.shares):.3f} to {max(run.shares):.3f}), {run.switches} involuntary switches",
+            flush=True,
+        )
+        return run.tokens_per_second
+
+    rivals = []
+    if options.vllm_python is None:
+        print("vLLM: not measured (no --vllm-python)")
+    else:
+        vllm = Vllm(options.vllm_python, path, scratch / "vllm.log")
+        vllm.run(texts[:8])
+        rivals.append(("vLLM", lambda: vllm.run(texts)))
+    if options.no_sentence_transformers:
+        print("sentence-transformers: not measured (--no-sentence-transformers)")
+    else:
+        reference = SentenceTransformers(path, usable_cores())
+        sample = documents[:: max(1, len(documents) // 40)]
+        reference.run(sample[:2], 1)
+        trials = {size: reference.run(sample, size)[0] for size in (1, 2, 4, 8)}
+        best = min(trials, key=lambda size: trials[size])
+        rivals.append(("sentence-transformers, defaults", lambda: reference.run(documents, None)))
+        rivals.append((f"sentence-transformers, batch {best}", lambda: reference.run(documents, best)))
+    ratios: dict[str, list[float]] = {}
+    for _ in range(options.rounds):
+        before = embedq()
+        for name, rival in rivals:
+            seconds, vectors = rival()
+            after = embedq()
+            ratios.setdefault(name, []).append((before + after) / 2 / (tokens / seconds))
+            print(
+                f"{name} {tokens / seconds:7.1f} tokens/s, embedq is {ratios[name][-1]:.2f}x, "
+                f"smallest cosine {cosine(runs[-1].vectors, vectors):.5f}",
+                flush=True,
+            )
+            before = after
+    shares = [share for run in runs for share in run.shares]
+    best_run = max(runs, key=lambda run: statistics.median(run.shares))
+    print(f"\nshare of matrix rate: median {statistics.median(shares):.3f} of {len(shares)} batches, "
+          f"best run {statistics.median(best_run.shares):.3f} (bound 0.85)")  # fmt: skip
+    for name, values in ratios.items():
+        print(f"against {name}: median {statistics.median(values):.2f}x")
+
+
+if __name__ == "__main__":
+    main()
