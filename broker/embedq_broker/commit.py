@@ -7,15 +7,16 @@ call. Sending the same commit again is harmless: its token makes the second call
 from __future__ import annotations
 
 import json
+import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import redis
 from embedq_schemas.dead_letter import DeadLetter
-from embedq_schemas.errors import BrokerUnavailableError
+from embedq_schemas.errors import BrokerUnavailableError, CodecError
 from embedq_schemas.job import Codec
 from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.names import Lane
@@ -23,14 +24,21 @@ from embedq_schemas.run import Durability
 from redis.exceptions import ResponseError
 
 from embedq_broker import scripts
-from embedq_broker.consume import Consumer, Entry, Share, envelope
+from embedq_broker.consume import Consumer, Entry, Share, Stage, envelope
+from embedq_broker.faults import fault
 from embedq_broker.keys import Keys
 from embedq_broker.scripts import text
+
+log = logging.getLogger(__name__)
 
 #: How long a token is remembered; no retry of a commit lasts longer.
 TOKEN_TTL_MS = 24 * 3600 * 1000
 #: How long WAIT and WAITAOF may take.
 DURABLE_TIMEOUT_MS = 10_000
+_POINTS = {
+    Stage.TOKENIZE: ("tokenize.commit.before", "tokenize.commit.after"),
+    Stage.EMBED: ("embed.commit.before", "embed.commit.after"),
+}
 
 
 class CommitOutcome(StrEnum):
@@ -104,6 +112,8 @@ class Commit:
         keys = [self.consumer.keys.token(self.token), self.consumer.keys.bytes]
         plan = self._plan(keys)
         args = [json.dumps(plan, separators=(",", ":")), *self._payloads]
+        before, after = _POINTS[self.consumer.stage]
+        fault(before)
         try:
             reply = scripts.call(client, "commit", keys, args, allow_oom=not self.keeps_memory)
         except ResponseError as error:
@@ -114,9 +124,11 @@ class Commit:
             committed = Committed(CommitOutcome.LOST, lost=tuple((e.stream, e.id) for e in self.inputs))
         else:
             committed = _parse_reply(reply)
+        fault(after)
         if committed.outcome is not CommitOutcome.LOST:
             _wait_durable(client, durability)
-        self.consumer.forget(committed.lost or [(entry.stream, entry.id) for entry in self.inputs])
+        lost = set(committed.lost)
+        self.consumer.forget(entry for entry in self.inputs if not lost or (entry.stream, entry.id) in lost)
         return committed
 
     def _add_payload(
@@ -206,11 +218,19 @@ class CommitRecord:
         return int(self.id.partition("-")[0])
 
 
-def unpublished(client: redis.Redis, keys: Keys, *, count: int = 1000) -> Iterable[CommitRecord]:
-    """Commit records in the order of their commits."""
-    entries: Any = client.xrange(keys.commits, "-", "+", count=count)
-    for entry_id, fields in entries or ():
-        yield CommitRecord(text(entry_id), text(fields[b"dataset"]), PublishedFile.decode(fields[b"file"]))
+def unpublished(client: redis.Redis, keys: Keys, *, page: int = 1000) -> Iterator[CommitRecord]:
+    """Commit records in the order of their commits. One that cannot be read is left where it is, and told of."""
+    start = "-"
+    while True:
+        entries: Any = client.xrange(keys.commits, start, "+", count=page)
+        for entry_id, fields in entries:
+            try:
+                yield CommitRecord(text(entry_id), text(fields[b"dataset"]), PublishedFile.decode(fields[b"file"]))
+            except (CodecError, KeyError) as error:
+                log.warning("commit record %s in %s cannot be read: %s", text(entry_id), keys.commits, error)
+        if len(entries) < page:
+            return
+        start = f"({text(entries[-1][0])}"
 
 
 def published(client: redis.Redis, keys: Keys, record: CommitRecord) -> bool:

@@ -7,19 +7,22 @@ both. A consumer name belongs to one process for its lifetime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import redis
-from embedq_schemas.errors import CodecError, UnsupportedVersionError
+from embedq_schemas.errors import CodecError, UnsupportedVersionError, UsageError
 from embedq_schemas.names import LANES, SCHEMA_VERSION, Lane
 from redis.exceptions import ResponseError
 
 from embedq_broker import scripts
-from embedq_broker.keys import Keys
+from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.scripts import Arg, text
+
+MAX_ENTRY_DOCUMENTS = 1 << 16
+"""Documents one entry may hold: if it turns out broken, each of them gets a dead letter in one commit."""
 
 
 class Stage(StrEnum):
@@ -76,8 +79,8 @@ def parse_entry(stream: str, lane: Lane, entry_id: bytes, fields: dict[bytes, by
     try:
         runs = text(fields[b"run"]).split(",")
         counts = [int(count) for count in text(fields[b"n"]).split(",")]
-        shares = tuple(Share(run, count) for run, count in zip(runs, counts, strict=True))
-        if min(counts) < 1:
+        shares = tuple(Share(check_run_id(run), count) for run, count in zip(runs, counts, strict=True))
+        if min(counts) < 1 or sum(counts) > MAX_ENTRY_DOCUMENTS:
             raise ValueError
         if b"payload" not in fields:
             raise CodecError("the entry has no payload")
@@ -85,7 +88,7 @@ def parse_entry(stream: str, lane: Lane, entry_id: bytes, fields: dict[bytes, by
             raise UnsupportedVersionError(f"entry version {version[:20]!r}; this build knows {SCHEMA_VERSION}")
     except CodecError as error:
         fault = error
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, UsageError):
         shares = ()
         fault = CodecError("the entry does not say which runs its documents belong to")
     codec, payload = text(fields.get(b"codec", b"")), fields.get(b"payload", b"")
@@ -112,11 +115,7 @@ class Consumer:
     def ensure_groups(self) -> None:
         """Create missing groups, from the streams' beginning: nothing added before is skipped."""
         for stream in self._lanes:
-            try:
-                self._client.xgroup_create(stream, self.stage, id="0", mkstream=True)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
+            scripts.call(self._client, "ensure_group", [stream], [self.stage], allow_oom=True)
 
     def read(self, reader: redis.Redis, lanes: Sequence[Lane], *, count: int, block_ms: int | None) -> list[Entry]:
         """New entries of `lanes`, at most `count` from each; blocks up to `block_ms` (None: not at all).
@@ -127,7 +126,8 @@ class Consumer:
         try:
             reply = reader.xreadgroup(self.stage, self.name, streams, count=count, block=block_ms)
         except ResponseError as error:
-            if "NOGROUP" not in str(error):
+            # Redis 7.0 tells a waiting reader that its stream is gone, in other words.
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
             # Flushed, or deleted by hand. Whatever is still in the streams comes again from their beginning.
             self.ensure_groups()
@@ -157,36 +157,43 @@ class Consumer:
         return self._take(stream, lane, reply)
 
     def renew(self) -> list[tuple[str, str]]:
-        """Extend every held lease. Returns (stream, id) of those that another consumer took over."""
-        return self._set_idle(self._snapshot(), 0)
+        """Extend every held lease. Returns (stream, id) of those that another consumer took over, each once."""
+        held = self._snapshot()
+        lost = self._set_idle(list(held), 0)
+        self._forget({item: held[item] for item in lost})
+        return lost
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Give entries back at once: the next sweep of any consumer takes them."""
-        items = [(entry.stream, entry.id) for entry in entries]
-        self._set_idle(items, self.lease_ms * 10)
-        self.forget(items)
+        entries = list(entries)
+        self._set_idle([(entry.stream, entry.id) for entry in entries], self.lease_ms * 10)
+        self.forget(entries)
 
     def release_all(self) -> None:
         """Give back everything held."""
-        items = self._snapshot()
-        self._set_idle(items, self.lease_ms * 10)
-        self.forget(items)
+        held = self._snapshot()
+        self._set_idle(list(held), self.lease_ms * 10)
+        self._forget(held)
 
-    def forget(self, items: Iterable[tuple[str, str]]) -> None:
-        """Stop renewing (stream, id) pairs: they were committed, released, or lost."""
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Stop renewing entries: they were committed, released, or lost."""
+        self._forget({(entry.stream, entry.id): entry.deliveries for entry in entries})
+
+    def _forget(self, leases: Mapping[tuple[str, str], int]) -> None:
+        # A consumer may take its own entry over again once its lease ran out: that later lease is another one.
         with self._lock:
-            for item in items:
-                self._held.pop(item, None)
+            for item, deliveries in leases.items():
+                if self._held.get(item) == deliveries:
+                    del self._held[item]
 
     def held(self) -> int:
         """Entries under lease."""
         with self._lock:
             return len(self._held)
 
-
-    def _snapshot(self) -> list[tuple[str, str]]:
+    def _snapshot(self) -> dict[tuple[str, str], int]:
         with self._lock:
-            return list(self._held)
+            return dict(self._held)
 
     def _hold(self, entry: Entry) -> Entry:
         with self._lock:

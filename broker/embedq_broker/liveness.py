@@ -37,7 +37,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 def beat(client: redis.Redis, keys: Keys, heartbeat: Heartbeat) -> None:
     """Publish a heartbeat."""
-    client.hset(keys.workers, heartbeat.consumer, msgspec.json.encode(heartbeat))
+    scripts.call(client, "beat", [keys.workers], [heartbeat.consumer, msgspec.json.encode(heartbeat)], allow_oom=True)
 
 
 def heartbeats(client: redis.Redis, keys: Keys) -> list[Heartbeat]:
@@ -66,7 +66,7 @@ def wanted_batch_tokens(client: redis.Redis, keys: Keys, *, fresh_s: float) -> i
 def bind_model(client: redis.Redis, keys: Keys, fingerprint: str, facts: dict[str, str | int]) -> None:
     """Bind the queue to a model, or check that it is bound to this one; raises ModelMismatchError."""
     flat: list[str | int] = [part for pair in facts.items() for part in pair]
-    bound = text(scripts.call(client, "bind_model", [keys.model], [fingerprint, *flat]))
+    bound = text(scripts.call(client, "bind_model", [keys.model], [fingerprint, *flat], allow_oom=True))
     if bound != fingerprint:
         name = client.hget(keys.model, "model_id")
         raise ModelMismatchError(
@@ -88,9 +88,9 @@ def exclusive(client: redis.Redis, keys: Keys, name: str, *, ttl_ms: int) -> Ite
     does not protect data.
     """
     mine = uuid.uuid4().hex
-    held = bool(client.set(keys.lock(name), mine, nx=True, px=ttl_ms))
+    held = bool(scripts.call(client, "lock", [keys.lock(name)], [mine, ttl_ms], allow_oom=True))
     try:
         yield held
     finally:
-        if held and client.get(keys.lock(name)) == mine.encode():
-            client.delete(keys.lock(name))
+        if held:
+            scripts.call(client, "unlock", [keys.lock(name)], [mine], allow_oom=True)

@@ -9,14 +9,19 @@ from typing import Any
 
 import redis
 from embedq_schemas.dead_letter import DeadLetter
-from embedq_schemas.errors import CodecError, RunNotFoundError
+from embedq_schemas.errors import CodecError, RunNotFoundError, UsageError
 from embedq_schemas.job import Codec
 from embedq_schemas.names import LANES, SCHEMA_VERSION
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
 from embedq_broker import scripts
+from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
+from embedq_broker.faults import fault
 from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.scripts import Arg, text
+
+#: How long a run is remembered after its end; the same in prelude.lua.
+KEEP_RUN_S = 7 * 86400
 
 _COUNTERS = ("input", "succeeded", "failed", "skipped", "tokens")
 _FIELDS = (
@@ -81,8 +86,14 @@ class Registry:
             settled: input documents whose outcome `restore` has counted already.
             dead: input documents that cannot become jobs.
             close: no more input follows.
+
+        Raises:
+            UsageError: more documents than an entry may hold.
         """
+        if documents > MAX_ENTRY_DOCUMENTS:
+            raise UsageError(f"a job of {documents} documents; one may hold {MAX_ENTRY_DOCUMENTS}")
         jobs = self.keys.jobs(spec.lane)
+        fault("produce.enqueue.before")
         try:
             reply = scripts.call(
                 self._client,
@@ -96,7 +107,8 @@ class Registry:
             )
         except redis.exceptions.OutOfMemoryError:
             return Enqueued(EnqueueOutcome.FULL, "the server is at maxmemory")
-        return Enqueued(EnqueueOutcome(text(reply[0])), text(str(reply[1])) if len(reply) > 1 else "")
+        fault("produce.enqueue.after")
+        return Enqueued(EnqueueOutcome(text(reply[0])), text(reply[1]) if len(reply) > 1 else "")
 
     def restore(self, spec: RunSpec, counters: RunCounters, *, files: int) -> None:
         """Register `spec` anew with outcomes that its dataset proves, forgetting whatever the queue holds of it.
@@ -170,8 +182,12 @@ class Registry:
             try:
                 states.append(self.state(name))
             except RunNotFoundError:
-                self._client.zrem(self.keys.runs, name)
+                self._forget_run(name)
         return states
+
+    def _forget_run(self, name: str) -> None:
+        self._client.delete(self.keys.dead(name))
+        self._client.zrem(self.keys.runs, name)
 
     def open_datasets(self) -> list[str]:
         """Runs whose dataset is not finished; forgets those that ended or expired."""
@@ -201,8 +217,13 @@ class Registry:
         """Payload bytes held in the queue's streams."""
         return sum(int(held) for held in self._client.hvals(self.keys.bytes))
 
-    def forget_results(self) -> None:
-        """Take results that have expired out of the backlog."""
+    def forget_expired(self) -> None:
+        """Drop what outlives an expired run, and take expired results out of the backlog."""
+        now_s, _ = self._client.time()
+        names: Any = self._client.zrangebyscore(self.keys.runs, "-inf", (now_s - KEEP_RUN_S) * 1000)
+        for name in map(text, names):
+            if not self._client.exists(self.keys.run(name)):
+                self._forget_run(name)
         for field in self._client.hkeys(self.keys.bytes):
             kind, _, run = text(field).partition(":")
             if kind == "results" and not self._client.exists(self.keys.results(run)):

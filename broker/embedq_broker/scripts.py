@@ -1,8 +1,8 @@
 """The Lua scripts behind typed wrappers. Each script's header documents its KEYS, ARGV and replies.
 
 Every script starts with a `#!lua` line, so that a server at `maxmemory` refuses it up front and nothing is half
-written. Scripts that free memory or keep leases carry `allow-oom`: refusing those would keep a full server full for
-good. `enqueue`, and commits whose output stays in Redis, do not.
+written. Scripts that free memory, keep leases or let a worker start carry `allow-oom`: refusing those would keep a
+full server full for good. `create_run`, `enqueue`, and commits whose output stays in Redis, do not.
 """
 
 from __future__ import annotations

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
 from embedq_broker.registry import Registry
-from embedq_schemas.errors import RunNotFoundError
+from embedq_schemas.errors import CodecError, RunNotFoundError
 from embedq_schemas.run import RunSpec, RunStatus
 
 from embedq_worker.hold import until_accepted
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _MOST_SPECS = 4096
 _STATUS_FRESH_S = 1.0
@@ -33,13 +35,20 @@ class RunCache:
         self._statuses: dict[str, tuple[float, RunStatus | None]] = {}
 
     def spec(self, run: str) -> RunSpec | None:
-        """The run's specification; None if the registry does not know it."""
+        """The run's specification; None if the registry does not know it.
+
+        A specification this build cannot read ends its run, once, with the reason: its documents cannot be computed
+        here, and must not end worker after worker.
+        """
         if run in self._specs:
             self._specs.move_to_end(run)
             return self._specs[run]
         try:
             spec = self._ask(lambda: self._registry.state(run).spec)
         except RunNotFoundError:
+            return None
+        except CodecError as error:
+            self._fail(run, str(error))
             return None
         self._specs[run] = spec
         while len(self._specs) > _MOST_SPECS:
@@ -60,6 +69,12 @@ class RunCache:
     def forget(self, run: str) -> None:
         """Ask for the run's status again next time."""
         self._statuses.pop(run, None)
+
+    def _fail(self, run: str, error: str) -> None:
+        open_states = [RunStatus.VALIDATING, RunStatus.IN_PROGRESS]
+        moved, _ = self._ask(lambda: self._registry.transition(run, RunStatus.FAILED, open_states, error=error))
+        if moved:
+            log.error("run %s failed: %s", run, error)
 
     def _ask(self, question: Callable[[], T]) -> T:
         return until_accepted(question, url=self._url, give_up=self._give_up)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedq_schemas.errors import CodecError, OutputError, StorageError
 from embedq_schemas.run import RunSpec
 
-from embedq_worker.sinks.files import fsync_directory, storage_errors, write_durably
+from embedq_worker.sinks.files import create_durably, fsync_directory, storage_errors
 
 RUN_NAME = "_run.json"
 SUCCESS_NAME = "_SUCCESS"
@@ -54,15 +55,22 @@ class Dataset:
             StorageError: it cannot be written.
         """
         owner = self.run_spec()
-        if owner is not None and owner.run != spec.run:
+        if owner is None:
+            owner = self._claim(spec)
+        if owner.run != spec.run:
             raise OutputError(f"{self.path} holds run {owner.run}; run {spec.run} may not write into it")
         with storage_errors(f"create the dataset {self.path}"):
-            self.path.mkdir(parents=True, exist_ok=True)
             self.staging.mkdir(exist_ok=True)
             self.errors.mkdir(exist_ok=True)
-            if owner is None:
-                write_durably(self.path / RUN_NAME, spec.encode() + b"\n")
             fsync_directory(self.path.parent)
+
+    def _claim(self, spec: RunSpec) -> RunSpec:
+        """The run that got the directory, of all that try at this moment."""
+        with storage_errors(f"create the dataset {self.path}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                create_durably(self.path / RUN_NAME, spec.encode() + b"\n")
+        return self.run_spec() or spec
 
 
 def open_dataset(path: str, roots: Sequence[Path]) -> Dataset:
@@ -73,7 +81,10 @@ def open_dataset(path: str, roots: Sequence[Path]) -> Dataset:
     Raises:
         OutputError: it does not.
     """
-    real = Path(os.path.realpath(path))
+    try:
+        real = Path(os.path.realpath(path))
+    except ValueError:
+        raise OutputError(f"{path!r} is not a path") from None
     if not any(real == root or root in real.parents for root in map(_real, roots)):
         allowed = ", ".join(map(str, roots))
         raise OutputError(f"{path} is outside the output roots of this worker ({allowed}); see --output-root")

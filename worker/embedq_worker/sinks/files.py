@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,17 +41,38 @@ def fsync_file(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replace `path` with `data`, atomically and durably."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _durable_temporary(path, data) as temporary:
+        temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def create_durably(path: Path, data: bytes) -> None:
+    """Create `path` with `data`, atomically and durably; raises FileExistsError if it exists."""
+    with _durable_temporary(path, data) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            # Some network file systems have no hard links; this leaves a window that they leave open anyway.
+            if path.exists():
+                raise FileExistsError(path) from None
+            temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+@contextmanager
+def _durable_temporary(path: Path, data: bytes) -> Iterator[Path]:
+    # Process ids repeat between containers that share a file system, and threads share one.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
+        yield temporary
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
 
 
 def append_line(path: Path, line: bytes) -> None:

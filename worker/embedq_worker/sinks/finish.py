@@ -10,10 +10,11 @@ from pathlib import Path
 
 import redis
 from embedq_broker.commit import unpublished
+from embedq_broker.faults import fault
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import exclusive
 from embedq_broker.registry import Registry
-from embedq_schemas.errors import OutputError, StorageError
+from embedq_schemas.errors import EmbedqError
 from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import RunState, RunStatus
 
@@ -74,6 +75,7 @@ def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
         log.error("run %s failed: %s", run, error)
         registry.transition(run, RunStatus.FAILED, [state.status], error=error)
         return True
+    fault("finish.begun")
     done = RunStatus.CANCELLED if state.status is RunStatus.CANCELLING else RunStatus.COMPLETED
     with storage_errors(f"finish {dataset.path}"):
         dataset.path.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,9 @@ def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
                 "finished_at": time.time(),
             }
             write_durably(dataset.success, json.dumps(summary).encode() + b"\n")
+    fault("finish.marked")
     registry.transition(run, done, [state.status])
+    fault("finish.done")
     log.info("run %s %s: %d rows in %d files", run, done, rows, len(files))
     return True
 
@@ -101,17 +105,17 @@ def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
 def sweep_runs(client: redis.Redis, keys: Keys, roots: Sequence[Path], *, older_than_ms: int) -> None:
     """Housekeeping of all runs of the queue: publish what dead workers left, finish what is settled."""
     registry = Registry(client, keys)
-    registry.forget_results()
+    registry.forget_expired()
     seconds, micros = client.time()
     now_ms = seconds * 1000 + micros // 1000
     for record in unpublished(client, keys):
         if now_ms - record.age_base_ms > older_than_ms:
             try:
                 publish(client, keys, open_dataset(record.dataset, roots), record, replay=True)
-            except (OutputError, StorageError) as error:
+            except EmbedqError as error:
                 log.warning("cannot publish a file of run %s: %s", record.file.run, error)
     for run in registry.open_datasets():
         try:
             finish_run(client, keys, run, roots)
-        except (OutputError, StorageError) as error:
+        except EmbedqError as error:
             log.warning("cannot finish run %s: %s", run, error)
