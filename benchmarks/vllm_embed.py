@@ -1,14 +1,16 @@
 """Helper of engine.py, run by vLLM's own interpreter: embeds token id lists and answers with seconds, line by line."""
 
 import json
+import os
 import sys
 import time
 
 
 def main() -> None:
     path, max_batch_tokens = sys.argv[1], int(sys.argv[2])
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # vLLM prints; the answers have their own stream
+    # vLLM and its child processes print; the answers keep the pipe to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     from vllm import LLM
 
     model = LLM(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _threads() -> Iterator[None]:
+def _threads() -> None:
     import torch
 
     torch.set_num_threads(2)
-    yield
