@@ -77,9 +77,7 @@ class Queue:
 
     def expire(self, consumer: Consumer, entry: Entry) -> None:
         """Let the lease run out now."""
-        self.client.execute_command(
-            "XCLAIM", entry.stream, consumer.stage, consumer.name, 0, entry.id, "IDLE", 10 * LEASE_MS, "JUSTID"
-        )
+        self.client.xclaim(entry.stream, consumer.stage, consumer.name, 0, [entry.id], idle=10 * LEASE_MS, justid=True)
 
     def batch(self, spec: RunSpec, payload: bytes = b"tokens", documents: int = 1) -> None:
         """Bring one job through the tokenizers, as one token batch."""
