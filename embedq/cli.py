@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import redis
 import typer
@@ -19,11 +21,15 @@ from embedq_broker.connect import broker_errors, connect
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import heartbeats
 from embedq_broker.registry import Registry
+from embedq_schemas.dead_letter import DeadLetter
 from embedq_schemas.errors import EmbedqError, RunIncompleteError, UsageError
-from rich.console import Group
+from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.errors import read_errors
+from rich.console import Console, Group
 from rich.live import Live
 
-from embedq import display, queries
+from embedq import directory, display, queries
+from embedq.help_text import HelpfulCommand, HelpfulGroup
 from embedq.options import (
     CancelOptions,
     ConnectOptions,
@@ -42,10 +48,13 @@ app = typer.Typer(
     "Exit status: 0 complete; 1 failed, cancelled or an internal error; 2 wrong usage, input, output or model; "
     "3 complete, with failed documents; 4 incomplete, the same command resumes; 5 Redis, disk or worker processes "
     "failed. Every flag is also an EMBEDQ_* variable and a key of embedq.toml in the current directory.",
-    no_args_is_help=True,
+    cls=HelpfulGroup,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_CLICK_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""Newer releases of typer bring a click of their own, older ones use the package."""
 
 Corpus = Annotated[Path, typer.Argument(help="JSONL file: one JSON object a line, with a text and perhaps an id.")]
 RunName = Annotated[str, typer.Argument(help="A run's name, or the output directory of `embedq run`.")]
@@ -73,44 +82,44 @@ class _Stop:
         return self.event.is_set()
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @with_options(RunOptions)
 def run(corpus: Corpus, options: RunOptions) -> int:
     """Embed a corpus into a Parquet dataset on this machine; the same command again resumes it."""
     from embedq.run import exit_status, run_corpus
 
-    if options.output == Path():
-        raise UsageError("--output is missing: name the directory for the dataset")
     _log(options.log_level)
     out, err = display.consoles()
     stop = _Stop()
     started = time.monotonic()
     with display.RunProgress(err) as progress:
         state = run_corpus(corpus, options, stopping=stop, on_progress=progress.show, on_note=progress.note)
-    out.print(display.summary(state, time.monotonic() - started), highlight=False, soft_wrap=True)
+    worked = progress.shown
+    _say(out, display.summary(state, time.monotonic() - started if worked else None))
     if state.error:
-        err.print(f"error: run_failed: {state.error}", highlight=False, soft_wrap=True)
+        _say(err, f"error: run_failed: {state.error}")
     if state.counters.failed:
-        err.print(f"failed documents: embedq errors {options.output}", highlight=False, soft_wrap=True)
+        _say(err, f"to see the failed documents: embedq errors {shlex.quote(str(options.output))}")
     return exit_status(state)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @with_options(ProduceOptions)
 def produce(corpus: Corpus, options: ProduceOptions) -> int:
     """Send a corpus to the queue for workers elsewhere; the same command again resumes it."""
     from embedq.produce import produce_corpus
 
-    out, _ = display.consoles()
-    stop = _Stop()
-    state, status = produce_corpus(
-        corpus, options, stopping=stop, on_note=lambda note: out.print(note, highlight=False, soft_wrap=True)
-    )
-    out.print(f"run {state.spec.run}: {state.counters.input:,} documents sent, status {state.status}", highlight=False)
+    out, err = display.consoles()
+    state, status = produce_corpus(corpus, options, stopping=_Stop(), on_note=lambda note: _say(err, note))
+    _say(out, f"run {state.spec.run}: {state.counters.input:,} documents sent, status {state.status}")
+    if state.error:
+        _say(err, f"error: run_failed: {state.error}")
+    elif options.wait:
+        _say(err, display.summary(state))
     return status
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @with_options(WorkerOptions)
 def worker(options: WorkerOptions) -> int:
     """Run tokenizer and embedder processes against the queue until stopped."""
@@ -120,42 +129,53 @@ def worker(options: WorkerOptions) -> int:
     return run_worker(options, _Stop())
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @with_options(StatusOptions)
 def status(options: StatusOptions, run: OptionalRunName = None) -> int:
     """Show runs, their exact counters, and which worker processes are alive, stuck or silent."""
     out, _ = display.consoles()
+    finished = directory.finished_run(run) if run else None
 
-    def tables() -> Group:
-        client, keys, name = _queue_of(run, options)
-        with broker_errors(options.redis_url):
+    def shown() -> Group:
+        if finished is not None:
+            return Group(*display.runs_lines([finished]))
+        with _queue_of(run, options) as (client, keys, name):
             registry = Registry(client, keys)
             states = [registry.state(name)] if name else registry.runs(20)
-            parts = [display.runs_table(states), display.workers_table(heartbeats(client, keys), silent_after_s=30)]
-            return Group(*parts, f"backlog: {registry.backlog_bytes():,} bytes")
+            workers = display.workers_table(heartbeats(client, keys), silent_after_s=30)
+            return Group(*display.runs_lines(states), "", workers, "", f"backlog: {registry.backlog_bytes():,} bytes")
 
     if options.json_output:
-        client, keys, name = _queue_of(run, options)
-        with broker_errors(options.redis_url):
-            print(json.dumps(queries.status_document(client, keys, name)))
+        if finished is not None:
+            document = {"runs": [display.state_json(finished)], "workers": []}
+        else:
+            with _queue_of(run, options) as (client, keys, name):
+                document = queries.status_document(client, keys, name)
+        print(json.dumps(document))
         return 0
     if not options.watch:
-        out.print(tables())
+        out.print(shown(), highlight=False, soft_wrap=True)
         return 0
     stop = _Stop()
-    with Live(tables(), console=out, auto_refresh=False) as live:
+    with Live(shown(), console=out, auto_refresh=False) as live:
         while not stop.event.wait(1.0):
-            live.update(tables(), refresh=True)
+            # The embedded server of `embedq run` ends with its run; what the run came to lies in the directory.
+            finished = directory.finished_run(run) if run else None
+            live.update(shown(), refresh=True)
+            if finished is not None:
+                break
     return 0
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @with_options(ResultsOptions)
 def results(run: RunName, options: ResultsOptions) -> int:
     """Print a run's vectors as JSON lines: from its result stream, or from its dataset where this machine sees it."""
-    client, keys, name = _queue_of(run, options)
     stop = _Stop()
-    with broker_errors(options.redis_url):
+    if directory.finished_run(run) is not None:
+        queries.print_dataset(Path(run), over=lambda: True, follow=False, stopping=stop, out=sys.stdout)
+        return 0
+    with _queue_of(run, options) as (client, keys, name):
         cursor = queries.print_results(
             client, keys, str(name), follow=options.follow, after=options.after, stopping=stop, out=sys.stdout
         )
@@ -164,43 +184,55 @@ def results(run: RunName, options: ResultsOptions) -> int:
     return 0
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 @with_options(ErrorsOptions)
 def errors(run: RunName, options: ErrorsOptions) -> int:
-    """Print a run's dead letters: id, line, stage, code and message of each document without a vector."""
-    letters = queries.errors_of(run, options, _queue_of)
-    if options.code:
-        letters = (letter for letter in letters if letter.code == options.code)
-    if options.json_output:
-        for letter in letters:
-            print(letter.encode().decode())
+    """Print a run's dead letters: line, id, stage, code and message of each document without a vector."""
+    if directory.finished_run(run) is not None:
+        _print_errors(read_errors(Dataset(Path(run))), options)
         return 0
-    out, _ = display.consoles()
-    for letter in letters:
-        line = f"line {letter.line}" if letter.line else f"document {letter.ordinal}"
-        out.print(
-            f"{line}\t{letter.id or '-'}\t{letter.stage}\t{letter.code}\t{letter.message}",
-            highlight=False, soft_wrap=True, markup=False,
-        )  # fmt: skip
+    with _queue_of(run, options) as (client, keys, name):
+        _print_errors(queries.errors_of(client, keys, str(name)), options)
     return 0
 
 
-@app.command()
+def _print_errors(letters: Iterable[DeadLetter], options: ErrorsOptions) -> None:
+    for letter in letters:
+        if options.code and letter.code != options.code:
+            continue
+        if options.json_output:
+            print(letter.encode().decode())
+        else:
+            where = f"line {letter.line}" if letter.line else f"document {letter.ordinal}"
+            print(where, letter.id or "-", letter.stage, letter.code, letter.message, sep="\t")
+
+
+@app.command(cls=HelpfulCommand)
 @with_options(CancelOptions)
 def cancel(run: RunName, options: CancelOptions) -> int:
     """Stop a run for good: documents that are not computed yet are skipped, and counted as such."""
-    client, keys, name = _queue_of(run, options)
-    with broker_errors(options.redis_url):
+    finished = directory.finished_run(run)
+    if finished is not None:
+        print(f"run {finished.spec.run}: {finished.status}")
+        return 0
+    with _queue_of(run, options) as (client, keys, name):
         print(f"run {name}: {Registry(client, keys).cancel(str(name))}")
     return 0
 
 
-def _queue_of(run: str | None, options: ConnectOptions) -> tuple[redis.Redis, Keys, str | None]:
+@contextmanager
+def _queue_of(run: str | None, options: ConnectOptions) -> Iterator[tuple[redis.Redis, Keys, str | None]]:
     """Where a run lives: the configured queue, or the server inside an output directory of `embedq run`."""
-    if run is not None and ("/" in run or Path(run).is_dir()):
-        url, queue, name = queries.locate(Path(run))
-        return connect(url, role="cli"), Keys(queue), name
-    return connect(options.redis_url, role="cli"), Keys(options.queue), run
+    place = directory.Place(options.redis_url, options.queue, run or "")
+    if run is not None and directory.is_directory_name(run):
+        place = directory.locate(Path(run), options.redis_url)
+    # An embedded server that is gone stays gone: no connection to one is retried.
+    with broker_errors(place.url), connect(place.url, role="cli", blocking=place.url != options.redis_url) as client:
+        yield client, Keys(place.queue), place.run or None
+
+
+def _say(console: Console, sentence: str) -> None:
+    console.print(sentence, highlight=False, soft_wrap=True, markup=False)
 
 
 def _log(level: str) -> None:
@@ -209,30 +241,36 @@ def _log(level: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: an error a person can mend is one line on standard error and an exit status."""
-    sys.exit(guarded(lambda: app(arguments, standalone_mode=False)))
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.exit(guarded(lambda: app(given or ["--help"], prog_name="embedq", standalone_mode=False)))
 
 
 def guarded(command: Callable[[], object]) -> int:
     """Run `command`; print an EmbedqError as one line. Returns the exit status."""
-    import click
-
     try:
         status = command()
     except RunIncompleteError as error:
-        print(f"incomplete: {error}", file=sys.stderr)
+        print(f"incomplete: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
     except EmbedqError as error:
-        print(f"error: {error.code}: {error}", file=sys.stderr)
+        print(f"error: {error.code}: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         return error.exit_code
-    except click.ClickException as error:
-        error.show()
+    except _CLICK_ERROR as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "embedq"
+        sentence = _one_line(error.format_message()).rstrip(".")
+        print(f"error: {UsageError.code}: {sentence}; see {where} --help", file=sys.stderr)
         return UsageError.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return RunIncompleteError.exit_code
     except BrokenPipeError:
         # The reader of our output, such as `head`, has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
     return status if isinstance(status, int) else 0
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -35,6 +35,8 @@ class RunProgress:
         self._task = self._bar.add_task("starting", total=None, facts="")
         self._history: deque[tuple[float, int, int]] = deque()
         self._next_line = time.monotonic() + 10
+        self.shown = False
+        """Whether there was any progress to show, which an already complete run has not."""
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -44,7 +46,8 @@ class RunProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def note(self, sentence: str) -> None:
         """One sentence, above the bar."""
@@ -53,6 +56,7 @@ class RunProgress:
     def show(self, snapshot: Snapshot) -> None:
         """Bring the display up to date."""
         state, now = snapshot.state, time.monotonic()
+        self.shown = True
         counters = state.counters
         self._history.append((now, counters.settled, counters.tokens))
         while len(self._history) > 2 and now - self._history[0][0] > _WINDOW_S:
@@ -90,49 +94,55 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def summary(state: RunState, seconds: float) -> str:
-    """The last words of a run."""
+def summary(state: RunState, seconds: float | None = None) -> str:
+    """The last words of a run; `seconds` is how long it took, where that is known."""
     c = state.counters
-    rate = f", {c.tokens / seconds:,.0f} tokens/s" if seconds > 0 and c.tokens else ""
+    took = f" in {_duration(seconds)}" if seconds is not None else ""
+    rate = f", {c.tokens / seconds:,.0f} tokens/s" if seconds and c.tokens else ""
     return (
         f"{state.status}: {c.succeeded:,} vectors of {c.input:,} documents, {c.failed:,} failed, "
-        f"{c.skipped:,} skipped, {c.tokens:,} tokens in {_duration(seconds)}{rate}"
+        f"{c.skipped:,} skipped, {c.tokens:,} tokens{took}{rate}"
     )
 
 
-def runs_table(states: list[RunState]) -> Table:
-    """One row a run."""
-    table = Table("run", "status", "lane", "input", "succeeded", "failed", "skipped", "tokens", "files", "output")
+def runs_lines(states: list[RunState]) -> list[str]:
+    """A few lines per run, none of which loses a name or a path to a narrow terminal."""
+    lines: list[str] = []
     for state in states:
-        c = state.counters
-        open_end = "" if state.input_closed else "+"
-        sink = state.spec.sink
-        table.add_row(
-            state.spec.run,
-            str(state.status),
-            state.spec.lane,
-            f"{c.input:,}{open_end}",
-            f"{c.succeeded:,}",
-            f"{c.failed:,}",
-            f"{c.skipped:,}",
-            f"{c.tokens:,}",
-            str(state.published_files),
-            sink.path if sink.kind == "parquet" else "stream",
+        c, sink = state.counters, state.spec.sink
+        more = "" if state.input_closed else "+"
+        lines.append(f"{state.spec.run}  {state.status}  {c.settled:,}/{c.input:,}{more} documents")
+        lines.append(
+            f"    {c.succeeded:,} succeeded, {c.failed:,} failed, {c.skipped:,} skipped, {c.tokens:,} tokens, "
+            f"{state.spec.lane}"
         )
-    return table
+        where = f"dataset {sink.path}" if sink.kind == "parquet" else "results stay in Redis"
+        count = state.published_files
+        files = f", {count:,} file{'' if count == 1 else 's'}" if sink.kind == "parquet" else ""
+        lines.append(f"    {where}{files}")
+        if state.error:
+            lines.append(f"    error: {state.error}")
+    return lines or ["no runs"]
 
 
-def workers_table(beats: list[Heartbeat], *, silent_after_s: float) -> Table:
+def workers_table(beats: list[Heartbeat], *, silent_after_s: float) -> Table | str:
     """One row a process: who is alive, what it does, for how long."""
+    if not beats:
+        return "no workers"
     now = time.time()
-    table = Table("process", "role", "state", "for", "held", "documents", "tokens", "last heard", "detail")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("process", overflow="fold")
+    for name in ("role", "state", "for", "held", "documents", "tokens", "heard"):
+        table.add_column(name, no_wrap=True)
     for beat in beats:
         silent = now - beat.at
         state = beat.state if silent < silent_after_s else "silent"
         table.add_row(
             beat.consumer, beat.role, state, _duration(beat.state_s), str(beat.held), f"{beat.documents:,}",
-            f"{beat.tokens:,}", f"{silent:.0f} s ago", beat.detail,
+            f"{beat.tokens:,}", f"{silent:.0f} s ago",
         )  # fmt: skip
+        if beat.detail:
+            table.add_row(f"  {beat.detail}")
     return table
 
 

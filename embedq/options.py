@@ -4,11 +4,16 @@ doors to these fields; a flag wins over a variable, a variable over the file.
 
 from __future__ import annotations
 
+import difflib
+import os
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from embedq_broker.keys import check_queue_name
 from embedq_broker.settings import BrokerSettings
 from embedq_producer.blocks import ReadOptions
 from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, TruncationSide
@@ -69,18 +74,48 @@ class Options(BaseSettings):
         try:
             return cls(**given)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = str(first["loc"][0]) if first["loc"] else ""
-            flag = cls.flag(name).partition(",")[0] if name in cls.model_fields else name
-            raise UsageError(f"{flag}: {first['msg']} (given: {str(first.get('input'))[:80]!r})") from None
+            raise UsageError(cls._complaint(error, given)) from None
         except ValueError as error:
             # A file that is not TOML, or a variable that is not of its field's form.
             raise UsageError(f"{TOML_FILE} or an {ENV_PREFIX}* variable cannot be read: {error}") from None
 
     @classmethod
+    def _complaint(cls, error: ValidationError, given: dict[str, Any]) -> str:
+        """One sentence about the first wrong value, naming the door it came through."""
+        first, *others = error.errors(include_url=False)
+        name = str(first["loc"][0])
+        alternatives = [other["msg"] for other in others if other["loc"][:1] == first["loc"][:1]]
+        message = " or ".join(dict.fromkeys(map(_plainly, (first["msg"], *alternatives)))).replace(" or must be ", " or ")
+        if name in given:
+            door = cls.flag(name).partition(",")[0]
+        elif (variable := ENV_PREFIX + name.upper()) in os.environ:
+            door = variable
+        else:
+            door = f"{name} in {TOML_FILE}"
+        clause = message if message.startswith("must") else f"is refused: {message}"
+        return f"{door} {clause}, found {str(first.get('input'))[:80]!r}"
+
+    @classmethod
     def flag(cls, name: str) -> str:
         """The flag of a field, with its short form after a comma."""
         return cls.flags.get(name, "--" + name.replace("_", "-"))
+
+
+def _plainly(message: str) -> str:
+    """pydantic's words as a clause about a flag."""
+    message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    return message.replace("Input should be", "must be", 1).replace("String should", "must", 1)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Raise a value that a component's own model refuses as UsageError."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        raise UsageError(f"{Options.flag(name).partition(',')[0]}: {_plainly(first['msg'])}") from None
 
 
 def _is_tuple(annotation: Any) -> bool:
@@ -102,7 +137,9 @@ def _check_toml_keys() -> None:
         raise UsageError(f"{TOML_FILE} cannot be read: {error}") from None
     known = {name for command in ALL_OPTIONS for name in command.model_fields}
     if unknown := sorted(keys - known):
-        raise UsageError(f"{TOML_FILE} has a key no command knows: {', '.join(unknown)}")
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"{TOML_FILE} has a key that no command knows: {', '.join(unknown)}{hint}")
 
 
 class ConnectOptions(Options):
@@ -110,6 +147,11 @@ class ConnectOptions(Options):
 
     redis_url: str = BrokerSettings.model_fields["redis_url"].default
     queue: str = BrokerSettings.model_fields["queue"].default
+
+    @field_validator("queue")
+    @classmethod
+    def _queue_name(cls, name: str) -> str:
+        return check_queue_name(name)
 
 
 def _inherit(options: type[Options], base: type[Any], names: tuple[str, ...]) -> None:
@@ -160,15 +202,18 @@ class EncodingFlags(Options):
     """How texts become vectors."""
 
     dimensions: int | None = Field(
-        None, ge=1, description="Components per vector: cut (Matryoshka), then normalised. Unset: the model's."
+        None,
+        ge=1,
+        le=65536,
+        description="Components per vector: cut (Matryoshka), then normalised. Unset: the model's.",
     )
-    prompt: str | None = Field(None, description="Text put before every document, verbatim.")
+    prompt: str | None = Field(None, max_length=65536, description="Text put before every document, verbatim.")
     prompt_name: str | None = Field(
         None, description="Name of a prompt of the checkpoint to put before every document."
     )
     normalize: bool | None = Field(None, description="L2-normalise vectors. Unset: as the checkpoint says.")
     max_length: int | None = Field(
-        None, ge=2, description="Tokens per document, special ones included. Unset: the model's."
+        None, ge=2, le=1 << 20, description="Tokens per document, special ones included. Unset: the model's."
     )
     truncation_side: TruncationSide = Field(
         TruncationSide.RIGHT, description="Which end of a text above the maximum is dropped."
@@ -243,9 +288,9 @@ class _WorkerFields(Options):
     device: str = "auto"
     dtype: Dtype = "auto"
     attention: AttentionKind = "auto"
-    tensor_parallel: int | Literal["auto"] = 1
+    tensor_parallel: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     threads: int | None = Field(None, ge=1)
-    max_batch_tokens: int | Literal["auto"] = "auto"
+    max_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     compile: bool | Literal["auto"] = "auto"
     tokenizer_backend: Literal["auto", "gigatoken", "huggingface"] = "auto"
     flush_interval_s: float = Field(30.0, gt=0, le=3600)
@@ -287,7 +332,9 @@ class ProduceOptions(_BrokerFields, CorpusOptions, EncodingFlags, SinkFlags):
         description="Name of the run. Unset: made from the corpus and the options, so that the same command resumes.",
     )
     lane: Lane = Field(Lane.BULK, description="interactive goes before bulk.")
-    ttl_s: int = Field(3600, ge=1, description="Seconds the results of a run without a dataset stay in Redis.")
+    ttl_s: int = Field(
+        3600, ge=1, le=30 * 86400, description="Seconds the results of a run without a dataset stay in Redis."
+    )
     wait: bool = Field(False, description="Wait until every document has its outcome.")
 
 
@@ -306,7 +353,7 @@ class RunOptions(_BrokerFields, _WorkerFields, CorpusOptions, EncodingFlags, Sin
     redis_url: str | None = Field(
         None, description="Server that holds the queue. Unset: an embedded one, its state in the output directory."
     )  # type: ignore[assignment]
-    output: Path = Field(Path(), description="Dataset directory. Everything a run needs to resume lies in it.")
+    output: Path | None = Field(None, description="Dataset directory. Everything a run needs to resume lies in it.")
     storage_patience_s: float = Field(20.0, ge=0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "WARNING", description="Least severe log lines to write."

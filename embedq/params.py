@@ -49,7 +49,7 @@ def _parameter(options: type[Options], name: str) -> inspect.Parameter:
         kind, metavar = bool | None, None
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
     elif _is_tuple(field.annotation):
-        kind, metavar = list[str] | None, _metavar(field.annotation)
+        kind, metavar = list[str] | None, _metavar(field.annotation) + ",..."
     else:
         # Text here, whatever the field's type: pydantic reads it, as it reads the variable and the file.
         kind, metavar = str | None, _metavar(field.annotation)
@@ -64,18 +64,24 @@ def _is_flag(field: FieldInfo) -> bool:
 
 
 def _metavar(annotation: Any) -> str:
-    for member in (annotation, *get_args(annotation)):
+    members = [_bare(member) for member in (annotation, *get_args(annotation))]
+    for member in members:
         if get_origin(member) is Literal:
-            rest = [m.__name__ for m in get_args(annotation) if isinstance(m, type) and m is not type(None)]
-            return "|".join(map(str, get_args(member))) + "".join(f"|{name.upper()}" for name in rest)
+            rest = [m.__name__ for m in members if isinstance(m, type) and m is not type(None)]
+            return "|".join([*map(str, get_args(member)), *map(str.upper, rest)])
         if isinstance(member, type) and issubclass(member, Enum):
             return "|".join(value.value for value in member)
-    for member in (annotation, *get_args(annotation)):
+    for member in members:
         if member in (int, float, str):
             return str(member.__name__).upper().replace("STR", "TEXT")
         if isinstance(member, type) and member.__name__ == "Path":
             return "PATH"
     return "TEXT"
+
+
+def _bare(annotation: Any) -> Any:
+    """`int` of `Annotated[int, ...]`."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _help(name: str, field: FieldInfo) -> str:

@@ -18,7 +18,7 @@ from embedq_producer.feed import Stopped, feed
 from embedq_schemas.errors import InputError, OutputError, RunConflictError, RunIncompleteError, UsageError
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, StreamSink
 
-from embedq.options import ProduceOptions
+from embedq.options import ProduceOptions, usage_errors
 from embedq.run import exit_status
 
 
@@ -50,7 +50,7 @@ def produce_corpus(
             raise RunConflictError(
                 f"run {spec.run} was made with another corpus or other options; choose another --run"
             )
-        if spec.created_at != wanted.created_at:
+        if spec.created_at != wanted.created_at and not registry.state(spec.run).input_closed:
             on_note(f"resuming run {spec.run}")
         try:
             feed(
@@ -90,18 +90,19 @@ def _request(identity: str, options: ProduceOptions, facts: dict[str, str]) -> R
         if Path(path).is_file():
             raise OutputError(f"{path} is a file; give a directory")
         sink = ParquetSink(path=path, file_bytes=options.file_bytes)
-    spec = RunSpec(
-        run="unnamed",
-        queue=options.queue,
-        encoding=encoding,
-        sink=sink,
-        lane=options.lane,
-        durability=options.durability,
-        metadata=options.metadata,
-        keep_text=options.keep_text,
-        created_at=time.time(),
-        corpus=identity,
-    )
+    with usage_errors():
+        spec = RunSpec(
+            run="unnamed",
+            queue=options.queue,
+            encoding=encoding,
+            sink=sink,
+            lane=options.lane,
+            durability=options.durability,
+            metadata=options.metadata,
+            keep_text=options.keep_text,
+            created_at=time.time(),
+            corpus=identity,
+        )
     if options.run is not None:
         return spec.model_copy(update={"run": check_run_id(options.run)})
     # The same command names the same run, so that repeating it resumes instead of sending everything again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,35 +12,18 @@ from typing import Any, TextIO
 import msgspec
 import pyarrow.parquet as pq
 import redis
-from embedq_broker.connect import broker_errors
-from embedq_broker.embedded import running_server_url
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import heartbeats, model_facts
 from embedq_broker.registry import Registry
 from embedq_schemas.dead_letter import DeadLetter
-from embedq_schemas.errors import OutputError, RunNotFoundError
+from embedq_schemas.errors import OutputError, UsageError
 from embedq_schemas.manifest import read_manifest
-from embedq_schemas.run import RunState
 from embedq_schemas.vector_batch import VectorBatch
-from embedq_worker.sinks.dataset import STATE_NAME, Dataset
+from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.errors import read_errors
+from redis.exceptions import RedisError
 
 from embedq.display import state_json
-from embedq.options import ErrorsOptions
-
-Locate = Callable[[str | None, ErrorsOptions], tuple[redis.Redis, Keys, str | None]]
-
-
-def locate(output: Path) -> tuple[str, str, str]:
-    """(server URL, queue, run) of the `embedq run` that is going on in `output`; raises RunNotFoundError."""
-    spec = Dataset(output).run_spec()
-    if spec is None:
-        raise RunNotFoundError(f"{output} holds no run")
-    url = running_server_url((output / STATE_NAME).resolve())
-    if url is None:
-        ended = "it is complete" if Dataset(output).success.exists() else "start its command again to resume it"
-        raise RunNotFoundError(f"no embedq run is going on in {output}; {ended}")
-    return url, spec.queue, spec.run
 
 
 def status_document(client: redis.Redis, keys: Keys, run: str | None) -> dict[str, Any]:
@@ -66,13 +50,23 @@ def print_results(
     stopping: Callable[[], bool],
     out: TextIO,
 ) -> str | None:
-    """Write vectors as JSON lines, in the order of their commits. Returns the cursor of a stream."""
+    """Write vectors as JSON lines, in the order of their commits. Returns the cursor of a stream.
+
+    Raises:
+        UsageError: `after` is no cursor, or is given for a dataset, which has none.
+        OutputError: the run's dataset is not visible here.
+    """
     registry = Registry(client, keys)
     state = registry.state(run)
     if state.spec.sink.kind == "parquet":
-        _print_dataset(registry, state, follow=follow, stopping=stopping, out=out)
+        if after is not None:
+            raise UsageError("--after belongs to results kept in Redis; this run writes a dataset, which has no cursor")
+        path = Path(state.spec.sink.path)
+        print_dataset(path, over=lambda: _is_over(registry, run, path), follow=follow, stopping=stopping, out=out)
         return None
     cursor = after or "-"
+    if not re.fullmatch(r"-|\d+-\d+", cursor):
+        raise UsageError(f"--after {cursor!r} is not a cursor that an earlier call printed")
     while True:
         # The state is read first: what is in the stream afterwards is all there will be once the run is over.
         over = registry.state(run).status.terminal
@@ -84,26 +78,38 @@ def print_results(
         if not entries and (over or not follow or stopping()):
             return None if cursor == "-" else cursor
         if not entries:
+            out.flush()
             time.sleep(0.1)
 
 
-def _print_dataset(
-    registry: Registry, state: RunState, *, follow: bool, stopping: Callable[[], bool], out: TextIO
+def _is_over(registry: Registry, run: str, path: Path) -> bool:
+    """Whether nothing more will be written. The embedded server of `embedq run` ends before we could ask it."""
+    try:
+        return registry.state(run).status.terminal
+    except RedisError:
+        if Dataset(path).success.exists():
+            return True
+        raise
+
+
+def print_dataset(
+    path: Path, *, over: Callable[[], bool], follow: bool, stopping: Callable[[], bool], out: TextIO
 ) -> None:
-    path = Path(state.spec.sink.path)  # type: ignore[union-attr]
+    """Write the vectors of the dataset at `path` as JSON lines; with `follow`, until `over`."""
     if not path.is_dir():
         raise OutputError(f"the dataset {path} is not visible on this machine; read it where the workers write it")
     seen: set[str] = set()
     while True:
-        over = registry.state(state.spec.run).status.terminal
+        last = over()
         fresh = [file for file in read_manifest(path).values() if file.token not in seen]
         for file in fresh:
             seen.add(file.token)
             for batch in pq.ParquetFile(path / file.name).iter_batches(batch_size=1024):
                 _print_batch(VectorBatch(batch), out)
-        if not fresh and (over or not follow or stopping()):
+        if not fresh and (last or not follow or stopping()):
             return
         if not fresh:
+            out.flush()
             time.sleep(0.2)
 
 
@@ -112,19 +118,13 @@ def _print_batch(batch: VectorBatch, out: TextIO) -> None:
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def errors_of(run: str, options: ErrorsOptions, connect_to: Locate) -> Iterator[DeadLetter]:
+def errors_of(client: redis.Redis, keys: Keys, run: str) -> Iterator[DeadLetter]:
     """A run's dead letters: those in its dataset, where this machine sees it, then those still in Redis."""
-    directory = Path(run)
-    if directory.is_dir() and Dataset(directory).success.exists():
-        yield from read_errors(Dataset(directory))
-        return
-    client, keys, name = connect_to(run, options)
-    with broker_errors(options.redis_url):
-        registry = Registry(client, keys)
-        state = registry.state(str(name))
-        if state.spec.sink.kind == "parquet":
-            yield from read_errors(Dataset(Path(state.spec.sink.path)))
-        after = "-"
-        while page := registry.dead_letters(str(name), after=after):
-            yield from (letter for _, letter in page)
-            after = page[-1][0]
+    registry = Registry(client, keys)
+    state = registry.state(run)
+    if state.spec.sink.kind == "parquet":
+        yield from read_errors(Dataset(Path(state.spec.sink.path)))
+    after = "-"
+    while page := registry.dead_letters(run, after=after):
+        yield from (letter for _, letter in page)
+        after = page[-1][0]

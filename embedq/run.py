@@ -6,20 +6,22 @@ publishes what they commit. Everything the run needs to resume lies in its outpu
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedq_broker.connect import broker_errors, check_server, connect
-from embedq_broker.embedded import EmbeddedServer
+from embedq_broker.embedded import EmbeddedServer, find_server_binary
 from embedq_broker.keys import Keys
+from embedq_broker.liveness import bind_model
 from embedq_broker.registry import Registry
 from embedq_producer.corpus import corpus_identity
 from embedq_producer.feed import Stopped, feed
@@ -30,13 +32,17 @@ from embedq_schemas.errors import (
     OutputError,
     RunConflictError,
     RunIncompleteError,
+    StorageError,
     UsageError,
 )
 from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import ParquetSink, RunCounters, RunSpec, RunState, RunStatus
 from embedq_worker.checkpoint import Checkpoint, load_checkpoint
+from embedq_worker.embedder_process import model_facts
 from embedq_worker.sinks.dataset import (
+    ERRORS_NAME,
     RUN_NAME,
+    STAGING_NAME,
     STATE_NAME,
     Dataset,
     require_free,
@@ -44,11 +50,13 @@ from embedq_worker.sinks.dataset import (
 )
 from embedq_worker.sinks.errors import read_errors
 from embedq_worker.sinks.finish import finish_run
-from embedq_worker.supervisor import Supervisor, plan_slots
+from embedq_worker.supervisor import Slot, Supervisor, plan_slots
 
-from embedq.options import RunOptions
+from embedq.directory import finished_state
+from embedq.options import RunOptions, usage_errors
 
 EXIT_FAILED_DOCUMENTS = 3
+_LEFT_BY_A_FAILED_START = frozenset({STATE_NAME, STAGING_NAME, ERRORS_NAME})
 _POLL_S = 0.1
 
 
@@ -86,25 +94,39 @@ def run_corpus(
         RunIncompleteError: stopped before its end.
         EmbedqError: with the leaf that says why it cannot go on.
     """
-    dataset = Dataset(Path(os.path.realpath(options.output)))
-    _check_paths(corpus, dataset)
+    if options.output is None:
+        raise UsageError("--output is missing: name the directory for the dataset")
     if not options.model:
         raise UsageError("--model is missing: name a checkpoint folder or a model hub id")
+    dataset = Dataset(Path(os.path.realpath(options.output)))
+    _check_paths(corpus, dataset)
+    options.read_options()
+    slots = _slots(options)
     checkpoint = load_checkpoint(options.model, revision=options.revision)
     wanted = _request(corpus, dataset, options, checkpoint)
+    owner = dataset.run_spec()
+    if owner is not None and owner.same_request(wanted):
+        finished = finished_state(dataset, owner)
+        if finished is not None:
+            on_note(f"{options.output} is already complete")
+            return finished
+    # Whatever can fail before the directory is claimed, fails before: then another command may still use it.
+    if options.redis_url is None:
+        find_server_binary()
+    else:
+        _check_queue(options.redis_url, Keys(options.queue), checkpoint, on_note)
     spec = _claim(dataset, wanted)
     with ExitStack() as stack:
         stack.enter_context(_owned(dataset))
-        if dataset.success.exists():
-            on_note(f"{options.output} is already complete")
-            return _finished_state(dataset, spec)
         url = options.redis_url
         server: EmbeddedServer | None = None
         if url is None:
             server = stack.enter_context(EmbeddedServer(dataset.path / STATE_NAME))
             url = server.url
         with broker_errors(url):
-            state = _drive(corpus, options, dataset, spec, url, server, stopping, on_progress, on_note)
+            state = _drive(corpus, options, dataset, spec, slots, url, server, stopping, on_progress, on_note)
+    if not state.counters.input:
+        on_note(f"the corpus {corpus} holds no documents")
     if server is not None and state.status is RunStatus.COMPLETED:
         shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
     return state
@@ -122,6 +144,7 @@ def _drive(
     options: RunOptions,
     dataset: Dataset,
     spec: RunSpec,
+    slots: Sequence[Slot],
     url: str,
     server: EmbeddedServer | None,
     stopping: Callable[[], bool],
@@ -129,8 +152,6 @@ def _drive(
     on_note: Callable[[str], None],
 ) -> RunState:
     client = connect(url, role="run")
-    for warning in check_server(client, url):
-        on_note(warning)
     keys = Keys(options.queue)
     registry = Registry(client, keys)
     done = OrdinalSet()
@@ -139,12 +160,6 @@ def _drive(
     spec = registry.create(spec)
     broker = options.broker(url)
     roots = (dataset.path,)
-    slots = plan_slots(
-        tokenizers=options.tokenizers,
-        embedders=options.embedders,
-        gpus=options.gpus,
-        engine=options.engine_settings(),
-    )
     supervisor = Supervisor(
         slots, broker, options.worker_settings(roots), ends_on_infrastructure=True, log_level=options.log_level
     )
@@ -186,6 +201,29 @@ def _drive(
         halt.set()
         supervisor.drain()
         feeder.join()
+
+
+def _slots(options: RunOptions) -> tuple[Slot, ...]:
+    """The worker processes of this run, at least one of each kind; raises UsageError."""
+    if not options.tokenizers or not (options.gpus or options.embedders):
+        raise UsageError("--tokenizers and --embedders must be at least 1 in embedq run, which nobody else helps")
+    with usage_errors():
+        return plan_slots(
+            tokenizers=options.tokenizers,
+            embedders=options.embedders,
+            gpus=options.gpus,
+            engine=options.engine_settings(),
+        )
+
+
+def _check_queue(url: str, keys: Keys, checkpoint: Checkpoint, on_note: Callable[[str], None]) -> None:
+    """Reach the server and bind the queue to the model, or raise the EmbedqError that says why not."""
+    client = connect(url, role="run")
+    with broker_errors(url):
+        for warning in check_server(client, url):
+            on_note(warning)
+        bind_model(client, keys, checkpoint.fingerprint, model_facts(checkpoint))
+    client.close()
 
 
 class _Feeder:
@@ -259,27 +297,42 @@ def _check_paths(corpus: Path, dataset: Dataset) -> None:
     source = Path(os.path.realpath(corpus))
     if source == dataset.path:
         raise OutputError(f"the output {dataset.path} is the corpus itself; give another directory")
+    for place in (dataset.path, *dataset.path.parents):
+        if place.is_file():
+            raise OutputError(f"{place} is a file, so {dataset.path} cannot be a directory; give another one")
     if not corpus.exists():
         raise InputError(f"The corpus {corpus} does not exist.")
     if dataset.path in source.parents and source.name.startswith(("_", "part-")):
         raise OutputError(f"the corpus {corpus} would be overwritten by the dataset {dataset.path}")
 
 
+def _require_writable(dataset: Dataset) -> None:
+    """Raise now what writing would raise after the first hour: OutputError, or StorageError where space is short."""
+    try:
+        require_writable(dataset)
+    except StorageError as error:
+        if getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise OutputError(f"{error}; give another directory") from None
+
+
 def _request(corpus: Path, dataset: Dataset, options: RunOptions, checkpoint: Checkpoint) -> RunSpec:
     encoding = options.encoding(dict(checkpoint.prompts))
     check_encoding(checkpoint, encoding.dimensions, encoding.max_length)
-    return RunSpec(
-        run=time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2),
-        queue=options.queue,
-        model_fingerprint=checkpoint.fingerprint,
-        encoding=encoding,
-        sink=ParquetSink(path=str(dataset.path), file_bytes=options.file_bytes),
-        durability=options.durability,
-        metadata=options.metadata,
-        keep_text=options.keep_text,
-        created_at=time.time(),
-        corpus=f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}",
-    )
+    identity = f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}"
+    with usage_errors():
+        return RunSpec(
+            run=time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2),
+            queue=options.queue,
+            model_fingerprint=checkpoint.fingerprint,
+            encoding=encoding,
+            sink=ParquetSink(path=str(dataset.path), file_bytes=options.file_bytes),
+            durability=options.durability,
+            metadata=options.metadata,
+            keep_text=options.keep_text,
+            created_at=time.time(),
+            corpus=identity,
+        )
 
 
 def check_encoding(checkpoint: Checkpoint, dimensions: int | None, max_length: int | None) -> None:
@@ -293,31 +346,44 @@ def check_encoding(checkpoint: Checkpoint, dimensions: int | None, max_length: i
 def _claim(dataset: Dataset, wanted: RunSpec) -> RunSpec:
     """The run the directory holds, if it is this request; else `wanted`, once the directory is known to be free."""
     owner = dataset.run_spec()
+    if owner is not None and not owner.same_request(wanted):
+        if not _holds_nothing(dataset):
+            raise OutputError(
+                f"{dataset.path} holds run {owner.run}, made with other options ({_differences(owner, wanted)}); "
+                "give another directory, or repeat the command that made it"
+            )
+        with _owned(dataset):
+            shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
+            (dataset.path / RUN_NAME).unlink()
+        owner = None
+    elif owner is None and (not dataset.path.is_dir() or set(os.listdir(dataset.path)) - _LEFT_BY_A_FAILED_START):
+        require_free(dataset)
+    _require_writable(dataset)
     if owner is None:
-        leftovers = {STATE_NAME}
-        if not dataset.path.is_dir() or set(os.listdir(dataset.path)) - leftovers:
-            require_free(dataset)
-        require_writable(dataset)
         dataset.prepare(wanted)
         return wanted
-    if not owner.same_request(wanted):
-        differing = _differences(owner, wanted)
-        raise OutputError(
-            f"{dataset.path} holds run {owner.run}, made with other options ({differing}); "
-            "give another directory, or repeat the command that made it"
-        )
-    require_writable(dataset)
     return owner
+
+
+def _holds_nothing(dataset: Dataset) -> bool:
+    """Whether an `embedq run` with its own server ended here before it wrote anything: another may take its place.
+
+    Without such a server the run lives elsewhere, and workers may be about to write.
+    """
+    names = {path.name for path in dataset.path.iterdir()}
+    if STATE_NAME not in names or names - _LEFT_BY_A_FAILED_START - {RUN_NAME}:
+        return False
+    return not any(any(folder.iterdir()) for folder in (dataset.staging, dataset.errors) if folder.is_dir())
 
 
 def _differences(owner: RunSpec, wanted: RunSpec) -> str:
     mine, theirs = wanted.model_dump(mode="json"), owner.model_dump(mode="json")
     names = [name for name in mine if name not in ("run", "queue", "created_at", "durability", "lane")]
-    return ", ".join(
-        {"model_fingerprint": "model", "corpus": "corpus"}.get(name, name)
-        for name in names
-        if mine[name] != theirs[name]
-    )
+    found = [name for name in names if mine[name] != theirs[name]]
+    if "encoding" in found:
+        at = found.index("encoding")
+        found[at : at + 1] = [name for name in mine["encoding"] if mine["encoding"][name] != theirs["encoding"][name]]
+    return ", ".join({"model_fingerprint": "model"}.get(name, name) for name in found)
 
 
 @contextmanager
@@ -329,23 +395,3 @@ def _owned(dataset: Dataset) -> Iterator[None]:
         except OSError:
             raise RunConflictError(f"another embedq run is writing into {dataset.path}") from None
         yield
-
-
-def _finished_state(dataset: Dataset, spec: RunSpec) -> RunState:
-    import json
-
-    summary = json.loads(dataset.success.read_bytes())
-    counters = RunCounters(**{name: summary[name] for name in ("input", "succeeded", "failed", "skipped", "tokens")})
-    return RunState(
-        spec=spec,
-        status=RunStatus.COMPLETED,
-        counters=counters,
-        input_closed=True,
-        position=None,
-        committed_files=summary["files"],
-        published_files=summary["files"],
-        dead_letters=0,
-        error=None,
-        created_at=spec.created_at,
-        updated_at=summary["finished_at"],
-    )
