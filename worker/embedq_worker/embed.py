@@ -96,14 +96,17 @@ def _encode(
     engine: Engine, batch: TokenBatch, dimensions: int | None, normalize: bool
 ) -> tuple[NDArray[np.float32], dict[int, tuple[DocumentErrorCode, str]]]:
     packed = PackedBatch(batch.input_ids, batch.cu_seqlens)
+    dimension = dimensions or engine.dimension
     try:
-        vectors = _checked_shape(engine.encode(packed, dimensions=dimensions, normalize=normalize), len(packed))
+        vectors = engine.encode(packed, dimensions=dimensions, normalize=normalize)
+        _check_shape(vectors, len(packed), dimension)
         suspects = _bad_rows(vectors, normalize)
     except EngineError as error:
         log.warning("the forward pass failed on %d documents, trying each alone: %s", len(packed), error)
-        dimension = dimensions or engine.dimension
         vectors = np.zeros((len(packed), dimension), dtype=np.float32)
         suspects = np.arange(len(packed))
+    if len(suspects) and not vectors.flags.writeable:
+        vectors = vectors.copy()
     reasons: dict[int, tuple[DocumentErrorCode, str]] = {}
     for row in suspects.tolist():
         reason = _alone(engine, packed, row, vectors, dimensions, normalize)
@@ -126,7 +129,8 @@ def _alone(
     start, end = int(packed.cu_seqlens[row]), int(packed.cu_seqlens[row + 1])
     single = PackedBatch(packed.input_ids[start:end], np.array([0, end - start], dtype=np.int32))
     try:
-        vector = _checked_shape(engine.encode(single, dimensions=dimensions, normalize=normalize), 1)
+        vector = engine.encode(single, dimensions=dimensions, normalize=normalize)
+        _check_shape(vector, 1, vectors.shape[1])
     except EngineError as error:
         return DocumentErrorCode.ENGINE_FAILED, str(error)
     if len(_bad_rows(vector, normalize)):
@@ -139,14 +143,16 @@ def _probe(engine: Engine, packed: PackedBatch) -> None:
     """Raise EngineError if the device fails on a text of one token, the last one of a real document, too."""
     last = int(packed.cu_seqlens[1]) - 1
     single = PackedBatch(packed.input_ids[last : last + 1], np.array([0, 1], dtype=np.int32))
-    if len(_bad_rows(_checked_shape(engine.encode(single), 1), normalize=False)):
-        raise EngineError("the device returns NaN even for a text of one token")
+    # Not with the run's dimensions: those that the model cannot give are no fault of the device.
+    vector = engine.encode(single)
+    _check_shape(vector, 1, engine.dimension)
+    if len(_bad_rows(vector, normalize=True)):
+        raise EngineError("the device returns no unit vector even for a text of one token")
 
 
-def _checked_shape(vectors: NDArray[np.float32], n: int) -> NDArray[np.float32]:
-    if vectors.dtype != np.float32 or vectors.ndim != 2 or len(vectors) != n:
-        raise EngineError(f"the engine returned {vectors.dtype} {vectors.shape} for {n} documents")
-    return vectors
+def _check_shape(vectors: NDArray[np.float32], n: int, dimension: int) -> None:
+    if vectors.dtype != np.float32 or vectors.shape != (n, dimension):
+        raise EngineError(f"the engine returned {vectors.dtype} {vectors.shape}, expected float32 {(n, dimension)}")
 
 
 def _bad_rows(vectors: NDArray[np.float32], normalize: bool) -> NDArray[np.int64]:
