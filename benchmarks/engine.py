@@ -10,6 +10,7 @@ matrix rate is measured between embedq's own batches.
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,12 @@ class Vllm:
     """vLLM in its own interpreter, idle between runs."""
 
     def __init__(self, python: Path, path: Path, log: Path) -> None:
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_SLEEP_WHEN_IDLE": "1",
+        }
         command = [str(python), str(Path(__file__).with_name("vllm_embed.py")), str(path), "2048"]
         self._log = log.open("wb")
         self._process = subprocess.Popen(
@@ -146,7 +152,10 @@ class Vllm:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         self._log.close()
 
 
@@ -225,11 +234,12 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
         )
         return run.tokens_per_second
 
-    rivals = []
+    rivals: list[tuple[str, Callable[[], tuple[float, NDArray[np.float32]]]]] = []
     if options.vllm_python is None:
         print("vLLM: not measured (no --vllm-python)")
     else:
         vllm = Vllm(options.vllm_python, path, scratch / "vllm.log")
+        atexit.register(vllm.close)
         vllm.run(texts[:8])
         rivals.append(("vLLM", lambda: vllm.run(texts)))
     if options.no_sentence_transformers:

@@ -55,6 +55,7 @@ def load_checkpoint(model: str, *, revision: str | None = None, **overrides: Any
     hidden_size = _hidden_size(config)
     dimension = _check_dense(modules, hidden_size)
     tokenizer_file = _tokenizer_file(folder, root)
+    _check_lowercase(folder, root, tokenizer_file)
     pooling = check_pooling(overrides.get("pooling", modules.pooling))
     normalize = bool(overrides.get("normalize", modules.normalize))
     include_prompt = bool(overrides.get("include_prompt", modules.include_prompt))
@@ -160,6 +161,16 @@ def _tokenizer_file(folder: Path, root: Path) -> Path:
         if (place / "tokenizer.json").exists():
             return place / "tokenizer.json"
     raise ModelError(f"{root} has no tokenizer.json; save the tokenizer with a current transformers (use_fast=True)")
+
+
+def _check_lowercase(folder: Path, root: Path, tokenizer_file: Path) -> None:
+    asked = any(
+        read_object(place / "sentence_bert_config.json", optional=True).get("do_lower_case") for place in {folder, root}
+    )
+    if asked:
+        normalizer = str(read_object(tokenizer_file).get("normalizer")).lower()
+        if "lowercase': true" not in normalizer and "'type': 'lowercase'" not in normalizer:
+            raise ModelError("sentence_bert_config.json asks for lower-casing, which this tokenizer.json does not do")
 
 
 def _max_length(folder: Path, root: Path, config: Mapping[str, Any], override: int | None) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from embedq_schemas.errors import ModelError
-
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.base import Engine, PackedBatch
 from embedq_worker.engine.settings import EngineSettings
@@ -21,4 +19,6 @@ def load_engine(checkpoint: Checkpoint, settings: EngineSettings) -> Engine:
         from embedq_worker.engine.native import NativeEngine
 
         return NativeEngine(checkpoint, settings)
-    raise ModelError(f"{checkpoint.model_id} is a {checkpoint.model_type} model, which no engine here runs yet")
+    from embedq_worker.engine.encoder import TransformersEngine
+
+    return TransformersEngine(checkpoint, settings)

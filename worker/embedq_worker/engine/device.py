@@ -6,11 +6,13 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from embedq_schemas.errors import ModelError
 
+from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.settings import Dtype
 
 
@@ -39,6 +41,31 @@ def choose_dtype(name: Dtype, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and cpu_has_bfloat16():
         return torch.bfloat16
     return torch.float32
+
+
+def choose_degree(
+    wanted: int | Literal["auto"], checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Ranks to split over. `auto`: the smallest power of two whose share of the weights fills at most 60% of a GPU.
+
+    Raises ModelError where there are fewer GPUs than asked for or needed.
+    """
+    if device.type != "cuda":
+        return 1 if wanted == "auto" else wanted
+    available = torch.cuda.device_count() - (device.index or 0)
+    if wanted != "auto":
+        if wanted > available:
+            raise ModelError(f"tensor_parallel is {wanted}, but {available} GPUs are visible from {device} on")
+        return wanted
+    stored = sum(math.prod(ref.shape) for ref in checkpoint.weights.tensors.values()) * dtype.itemsize
+    needed = stored or checkpoint.weights.nbytes
+    free, _ = torch.cuda.mem_get_info(device)
+    degree = 1
+    while needed / degree > 0.6 * free:
+        degree *= 2
+        if degree > available:
+            raise ModelError(f"{checkpoint.model_id} needs {needed / 1e9:.0f} GB; {available} such GPUs do not hold it")
+    return degree
 
 
 def cpu_has_bfloat16() -> bool:

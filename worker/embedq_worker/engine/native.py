@@ -1,4 +1,4 @@
-"""The engine for Qwen2 and Qwen3: packed, padding-free, one process."""
+"""The engine for Qwen2 and Qwen3: packed, padding-free, on one device or split over several."""
 
 from __future__ import annotations
 
@@ -13,55 +13,93 @@ from embedq_worker.checkpoint import Checkpoint, decoder_of
 from embedq_worker.engine.backends import choose_backends
 from embedq_worker.engine.base import PackedBatch, check_batch, check_dimensions
 from embedq_worker.engine.decoder import Decoder
-from embedq_worker.engine.device import choose_device, choose_dtype, choose_product_threads, usable_cores
-from embedq_worker.engine.group import Solo
+from embedq_worker.engine.device import (
+    choose_degree,
+    choose_device,
+    choose_dtype,
+    choose_product_threads,
+    usable_cores,
+)
+from embedq_worker.engine.group import Group, Solo
 from embedq_worker.engine.heads import finish, load_heads, pool
 from embedq_worker.engine.memory import keep_freed_memory
 from embedq_worker.engine.plan import plan_batch
+from embedq_worker.engine.ranks import RankProcesses
 from embedq_worker.engine.settings import EngineSettings
+from embedq_worker.engine.shard import share_of
 from embedq_worker.engine.weights import WeightReader
 
 
 class NativeEngine:
-    """A loaded Qwen2/Qwen3 embedding model on one device."""
+    """A loaded Qwen2/Qwen3 embedding model. Rank 0 of its group, where it is split."""
 
     def __init__(self, checkpoint: Checkpoint, settings: EngineSettings) -> None:
         self._checkpoint = checkpoint
         self._device = choose_device(settings.device)
+        config = decoder_of(checkpoint)
         dtype = choose_dtype(settings.dtype, self._device)
-        threads = settings.threads or usable_cores()
-        if self._device.type == "cpu":
-            keep_freed_memory()
-            products = settings.threads or choose_product_threads(threads, dtype)
-            torch.set_num_threads(products)
+        size = choose_degree(settings.tensor_parallel, checkpoint, self._device, dtype)
+        share_of(config, 0, size)  # refuses an uneven split before any rank is started
+        threads = settings.threads or max(1, usable_cores() // size)
+        products = self._set_threads(settings, threads, size, dtype)
         self.dimension = checkpoint.dimension
         self.max_length = checkpoint.max_length
         self.max_batch_tokens = 2048 if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
         self.device = str(self._device)
-        config = decoder_of(checkpoint)
-        chosen = choose_backends(config, settings, device=self._device, dtype=dtype, threads=threads, group=Solo())
         self._last_only = checkpoint.pooling == "lasttoken"
-        with WeightReader(checkpoint, dtype=dtype, device=self._device) as reader:
-            self._decoder: Decoder | None = Decoder(
-                config,
-                reader,
-                chosen.backends,
-                length=checkpoint.max_length,
+        self._steps = 0
+        self._ranks: RankProcesses | None = None
+        if size > 1:
+            self._ranks = RankProcesses(
+                checkpoint.path,
+                settings,
                 causal=checkpoint.causal,
                 last_only=self._last_only,
+                max_length=checkpoint.max_length,
+                size=size,
+                device=self._device,
+                dtype=str(dtype).removeprefix("torch."),
+                threads=threads,
             )
-        self._heads = load_heads(checkpoint.dense, self._device)
-        self._steps = 0
+        try:
+            group: Group = Solo() if self._ranks is None else self._ranks.group
+            chosen = choose_backends(config, settings, device=self._device, dtype=dtype, threads=threads, group=group)
+            with WeightReader(checkpoint.weights, config, dtype=dtype, device=self._device) as reader:
+                self._decoder: Decoder | None = Decoder(
+                    config,
+                    reader,
+                    chosen.backends,
+                    length=checkpoint.max_length,
+                    causal=checkpoint.causal,
+                    last_only=self._last_only,
+                )
+            self._heads = load_heads(checkpoint.dense, self._device)
+            if self._ranks is not None:
+                self._ranks.wait_ready()
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
         self.description: Mapping[str, str] = {
             "engine": "native",
             "device": self.device,
             "dtype": str(dtype).removeprefix("torch."),
+            "tensor_parallel": str(size),
             "attention": chosen.backends.attention.name,
             "operations": chosen.backends.ops.name,
             "threads": str(threads) if self._device.type == "cpu" else "",
-            "product_threads": str(torch.get_num_threads()) if self._device.type == "cpu" else "",
+            "product_threads": str(products) if self._device.type == "cpu" else "",
             "notes": "; ".join(chosen.notes),
         }
+
+    def _set_threads(self, settings: EngineSettings, threads: int, size: int, dtype: torch.dtype) -> int:
+        if self._device.type != "cpu":
+            return threads
+        keep_freed_memory()
+        chosen = settings.threads is not None or size > 1
+        products = threads if chosen else choose_product_threads(threads, dtype)
+        torch.set_num_threads(products)
+        return products
 
     @property
     def steps(self) -> int:
@@ -76,11 +114,14 @@ class NativeEngine:
         width = check_dimensions(dimensions, self.dimension)
         if len(batch) == 0:
             return np.empty((0, width), np.float32)
+        if self._ranks is not None:
+            self._ranks.send(batch)
         try:
             with torch.inference_mode():
                 return self._encode(self._decoder, batch, width, normalize=normalize)
         except (RuntimeError, MemoryError) as error:
-            raise EngineError(f"the forward pass failed on {len(batch.input_ids)} tokens: {error}") from error
+            reason = str(error) if self._ranks is None else self._ranks.fail(str(error))
+            raise EngineError(f"the forward pass failed on {len(batch.input_ids)} tokens: {reason}") from error
 
     def _encode(self, decoder: Decoder, batch: PackedBatch, width: int, *, normalize: bool) -> NDArray[np.float32]:
         plan = plan_batch(batch, self._device)
@@ -94,6 +135,8 @@ class NativeEngine:
         self._steps += 1
 
     def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
         self._decoder = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -11,23 +11,24 @@ import torch
 from embedq_schemas.errors import ModelError
 from torch import Tensor
 
-from embedq_worker.checkpoint import Checkpoint
+from embedq_worker.checkpoint import DecoderConfig, Weights
 from embedq_worker.checkpoint.verify import verify_names
 
 
 class WeightReader:
     """Context manager over a checkpoint's weight files. Names carry no `model.` prefix."""
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, weights: Weights, decoder: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._weights = weights
+        self._decoder = decoder
         self._dtype = dtype
         self._device = device
         self._open: dict[Path, Any] = {}
         self._loaded: dict[str, Tensor] = {}
 
     def __enter__(self) -> WeightReader:
-        if self._checkpoint.weights.pickled:
-            self._loaded = _load_pickled(self._checkpoint)
+        if self._weights.pickled:
+            self._loaded = _load_pickled(self._weights, self._decoder)
         return self
 
     def __exit__(
@@ -51,13 +52,13 @@ class WeightReader:
         return self._fetch(name, lambda source: source[:, start:stop])
 
     def _fetch(self, name: str, cut: Callable[[Any], Tensor]) -> Tensor:
-        value = cut(self._loaded[name] if self._checkpoint.weights.pickled else self._slice(name))
+        value = cut(self._loaded[name] if self._weights.pickled else self._slice(name))
         return value.to(device=self._device, dtype=self._dtype).contiguous().clone()
 
     def _slice(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        ref = self._checkpoint.weights.tensors[name]
+        ref = self._weights.tensors[name]
         try:
             if ref.file not in self._open:
                 handle: Any = safe_open(str(ref.file), framework="pt")
@@ -67,13 +68,12 @@ class WeightReader:
             raise ModelError(f"cannot read {ref.key} from {ref.file}: {error}") from None
 
 
-def _load_pickled(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _load_pickled(weights: Weights, decoder: DecoderConfig) -> dict[str, Tensor]:
     loaded: dict[str, Tensor] = {}
-    for file in checkpoint.weights.files:
+    for file in weights.files:
         for name, value in load_pickle(file).items():
             loaded[name.removeprefix("model.")] = value
-    if checkpoint.decoder is not None:
-        verify_names(checkpoint.decoder, {name: tuple(value.shape) for name, value in loaded.items()})
+    verify_names(decoder, {name: tuple(value.shape) for name, value in loaded.items()})
     return loaded
 
 
