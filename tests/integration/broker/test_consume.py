@@ -201,8 +201,8 @@ def test_forgetting_an_old_lease_keeps_the_consumers_own_later_one(queue: Queue)
     queue.send(spec)
     consumer = queue.consumer()
     (old,) = queue.take(consumer)
-    queue.expire(consumer, old)
-    (new,) = consumer.claim_expired(Lane.BULK, count=1)
+    consumer.forget([old])
+    (new,) = consumer.adopt(Lane.BULK, count=1)
     assert Commit(consumer, inputs=[old]).send(queue.client).outcome is CommitOutcome.LOST
     assert consumer.held() == 1
     queue.expire(consumer, new)
