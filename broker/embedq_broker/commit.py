@@ -25,7 +25,7 @@ from redis.exceptions import ResponseError
 
 from embedq_broker import scripts
 from embedq_broker.consume import Consumer, Entry, Share, Stage, envelope
-from embedq_broker.faults import fault
+from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.scripts import text
 
@@ -113,7 +113,7 @@ class Commit:
         plan = self._plan(keys)
         args = [json.dumps(plan, separators=(",", ":")), *self._payloads]
         before, after = _POINTS[self.consumer.stage]
-        fault(before)
+        fault_point(before)
         try:
             reply = scripts.call(client, "commit", keys, args, allow_oom=not self.keeps_memory)
         except ResponseError as error:
@@ -124,7 +124,7 @@ class Commit:
             committed = Committed(CommitOutcome.LOST, lost=tuple((e.stream, e.id) for e in self.inputs))
         else:
             committed = _parse_reply(reply)
-        fault(after)
+        fault_point(after)
         if committed.outcome is not CommitOutcome.LOST:
             _wait_durable(client, durability)
         lost = set(committed.lost)

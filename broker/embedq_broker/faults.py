@@ -164,7 +164,7 @@ def arm(text: str | None, *, seed: int = 0, once: str | None = None, log: str | 
     _armed = _Armed(text, seed, once, log) if text else None
 
 
-def fault(point: str, documents: Any = None) -> None:
+def fault_point(point: str, documents: Any = None) -> None:
     """Pass a fault point.
 
     Args:

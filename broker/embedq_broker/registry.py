@@ -16,7 +16,7 @@ from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
 from embedq_broker import scripts
 from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
-from embedq_broker.faults import fault
+from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.scripts import Arg, text
 
@@ -93,7 +93,7 @@ class Registry:
         if documents > MAX_ENTRY_DOCUMENTS:
             raise UsageError(f"a job of {documents} documents; one may hold {MAX_ENTRY_DOCUMENTS}")
         jobs = self.keys.jobs(spec.lane)
-        fault("produce.enqueue.before")
+        fault_point("produce.enqueue.before")
         try:
             reply = scripts.call(
                 self._client,
@@ -107,7 +107,7 @@ class Registry:
             )
         except redis.exceptions.OutOfMemoryError:
             return Enqueued(EnqueueOutcome.FULL, "the server is at maxmemory")
-        fault("produce.enqueue.after")
+        fault_point("produce.enqueue.after")
         return Enqueued(EnqueueOutcome(text(reply[0])), text(reply[1]) if len(reply) > 1 else "")
 
     def restore(self, spec: RunSpec, counters: RunCounters, *, files: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from embedq_broker.consume import Entry, Share
+from embedq_broker.faults import fault_point
 from embedq_schemas.dead_letter import DeadLetter, Stage, clip
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import DocumentErrorCode, EngineError
@@ -51,7 +52,9 @@ def embed(engine: Engine, entry: Entry, batch: TokenBatch, encoding: EncodingOpt
     A document that fails alone while a trivial one succeeds is guilty and becomes a dead letter; where the trivial one
     fails too, the device is, and EngineError is raised so that the process ends and the batch is delivered again.
     """
+    fault_point("embed.forward", batch.table.column("id"))
     vectors, reasons = _encode(engine, batch, encoding.dimensions, normalize)
+    fault_point("embed.forwarded", batch.table.column("id"))
     return Embedded(entry, split_by_run(entry.shares, batch, vectors, reasons))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import redis
 from embedq_broker.consume import Consumer
+from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import Heartbeat, beat
 from redis.exceptions import RedisError
@@ -98,6 +99,7 @@ class Keeper:
                 seen, moved = position, now
             stuck_s = now - moved
             try:
+                fault_point("keep.renew")
                 if stuck_s < lease_s:
                     for stream, entry_id in self._consumer.renew():
                         log.warning("lease of %s in %s was taken over by another worker", entry_id, stream)

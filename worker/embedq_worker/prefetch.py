@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import redis
 from embedq_broker.consume import Consumer, Entry
+from embedq_broker.faults import fault_point
 from embedq_schemas.errors import CodecError
 from embedq_schemas.names import LANES, Lane
 from embedq_schemas.token_batch import TokenBatch
@@ -136,6 +137,8 @@ class Prefetcher:
                 time.sleep(min(0.05 * 2 ** min(failures, 5), 1.0))
 
     def _put(self, lane: Lane, entries: list[Entry]) -> None:
+        if entries:
+            fault_point("embed.read")
         fetched = []
         for entry in entries:
             batch, fault = None, entry.fault

@@ -12,6 +12,7 @@ import redis
 from embedq_broker.commit import Commit, Committed
 from embedq_broker.connect import connect
 from embedq_broker.consume import Consumer, Entry, Stage, undelivered
+from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import bind_model, bury, wanted_batch_tokens
 from embedq_broker.registry import Registry
@@ -106,6 +107,8 @@ class _Loop:
                     log.warning("lost the connection while reading: %s", error)
                 self._stop.wait(min(0.05 * 2 ** min(failures, 5), 1.0))
                 continue
+            if entries:
+                fault_point("tokenize.read")
             for lane in LANES:
                 if mine := [entry for entry in entries if entry.lane is lane]:
                     self._settle(mine, lane)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from embedq_broker.commit import Commit, CommitOutcome, Committed
 from embedq_broker.consume import Consumer, Entry, Share
+from embedq_broker.faults import fault_point
 from embedq_broker.settings import BrokerSettings
 from embedq_schemas.dead_letter import DeadLetter, clip
 from embedq_schemas.dead_letter import Stage as FailedStage
@@ -138,6 +139,7 @@ class TokenizerStage:
         encoding = group.encoding
         max_length = min(encoding.max_length or self._max_length, self._max_length)
         texts = group.documents.column("text")
+        fault_point("tokenize.encode", group.documents.column("id"))
         tokenized = self._tokenizer.encode(
             texts,
             prompt=encoding.prompt,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import redis
 from embedq_broker import scripts
-from embedq_broker.faults import fault
+from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.registry import Registry
 from embedq_schemas.dead_letter import DeadLetter
@@ -32,7 +32,7 @@ def drain(client: redis.Redis, registry: Registry, keys: Keys, dataset: Dataset,
         planned = scripts.call(client, "plan_drain", [run_key], [f"{page[0][0]}/{page[-1][0]}"], allow_oom=True)
         if planned is None:
             return 0
-    fault("drain.planned")
+    fault_point("drain.planned")
     span = scripts.text(planned)
     first, _, last = span.partition("/")
     page = [(i, letter) for i, letter in registry.dead_letters(run, count=PART_ROWS) if _order(i) <= _order(last)]
@@ -41,10 +41,10 @@ def drain(client: redis.Redis, registry: Registry, keys: Keys, dataset: Dataset,
             dataset.errors.mkdir(parents=True, exist_ok=True)
             rows = b"".join(letter.encode() + b"\n" for _, letter in page)
             write_durably(dataset.errors / f"part-{first}-{last}.jsonl", rows)
-    fault("drain.written")
+    fault_point("drain.written")
     ids = [entry_id for entry_id, _ in page]
     scripts.call(client, "drain", [keys.dead(run), run_key], [span, *ids], allow_oom=True)
-    fault("drain.dropped")
+    fault_point("drain.dropped")
     return len(page)
 
 

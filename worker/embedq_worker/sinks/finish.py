@@ -10,7 +10,7 @@ from pathlib import Path
 
 import redis
 from embedq_broker.commit import unpublished
-from embedq_broker.faults import fault
+from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import exclusive
 from embedq_broker.registry import Registry
@@ -75,7 +75,7 @@ def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
         log.error("run %s failed: %s", run, error)
         registry.transition(run, RunStatus.FAILED, [state.status], error=error)
         return True
-    fault("finish.begun")
+    fault_point("finish.begun")
     done = RunStatus.CANCELLED if state.status is RunStatus.CANCELLING else RunStatus.COMPLETED
     with storage_errors(f"finish {dataset.path}"):
         dataset.path.mkdir(parents=True, exist_ok=True)
@@ -95,9 +95,9 @@ def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
                 "finished_at": time.time(),
             }
             write_durably(dataset.success, json.dumps(summary).encode() + b"\n")
-    fault("finish.marked")
+    fault_point("finish.marked")
     registry.transition(run, done, [state.status])
-    fault("finish.done")
+    fault_point("finish.done")
     log.info("run %s %s: %d rows in %d files", run, done, rows, len(files))
     return True
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from embedq_broker.faults import fault
+from embedq_broker.faults import fault_point
 from embedq_schemas.errors import StorageError
 from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.vector_batch import VectorBatch
@@ -45,16 +45,16 @@ def stage(
         try:
             with pq.ParquetWriter(path, table.schema, **_writer_options(table.schema)) as writer:
                 writer.write_table(table, row_group_size=max(1, ROW_GROUP_BYTES // vector_bytes))
-            fault("stage.written")
+            fault_point("stage.written")
             fsync_file(path)
             fsync_directory(path.parent)
-            fault("stage.fsynced")
+            fault_point("stage.fsynced")
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         size = path.stat().st_size
     verify(path, table.num_rows)
-    fault("stage.verified")
+    fault_point("stage.verified")
     return PublishedFile(
         token=token,
         run=run,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import redis
 from embedq_broker.commit import CommitRecord, published
-from embedq_broker.faults import fault
+from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_schemas.errors import StorageError
 from embedq_schemas.manifest import MANIFEST_NAME, read_manifest
@@ -27,7 +27,7 @@ def publish(client: redis.Redis, keys: Keys, dataset: Dataset, record: CommitRec
     """
     staging = dataset.path / record.file.staging_name
     final = dataset.path / record.file.name
-    fault("publish.before")
+    fault_point("publish.before")
     with storage_errors(f"publish {final}"):
         if final.exists():
             staging.unlink(missing_ok=True)
@@ -41,11 +41,11 @@ def publish(client: redis.Redis, keys: Keys, dataset: Dataset, record: CommitRec
                     raise StorageError(
                         f"{final} was committed, but neither it nor {staging} exists: something removed it"
                     ) from None
-        fault("publish.renamed")
+        fault_point("publish.renamed")
         fsync_directory(dataset.path)
-        fault("publish.synced")
+        fault_point("publish.synced")
         if not (replay and record.file.token in read_manifest(dataset.path)):
             append_line(dataset.path / MANIFEST_NAME, record.file.encode())
-    fault("publish.listed")
+    fault_point("publish.listed")
     published(client, keys, record)
-    fault("publish.dropped")
+    fault_point("publish.dropped")
