@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from embedq_schemas.errors import EngineError
+from embedq_schemas.errors import EngineError, ModelError
 from numpy.typing import NDArray
 
-from embedq_worker.checkpoint import Checkpoint, decoder_of
+from embedq_worker.checkpoint import Checkpoint, DecoderConfig, decoder_of
 from embedq_worker.engine.backends import choose_backends
 from embedq_worker.engine.base import PackedBatch, check_batch, check_dimensions
 from embedq_worker.engine.decoder import Decoder
@@ -27,6 +27,7 @@ from embedq_worker.engine.plan import plan_batch
 from embedq_worker.engine.ranks import RankProcesses
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
+from embedq_worker.engine.tuning import check_memory, choose_batch_tokens, uniform_batch
 from embedq_worker.engine.weights import WeightReader
 
 
@@ -44,7 +45,6 @@ class NativeEngine:
         products = self._set_threads(settings, threads, size, dtype)
         self.dimension = checkpoint.dimension
         self.max_length = checkpoint.max_length
-        self.max_batch_tokens = 2048 if settings.max_batch_tokens == "auto" else settings.max_batch_tokens
         self.device = str(self._device)
         self._last_only = checkpoint.pooling == "lasttoken"
         self._steps = 0
@@ -63,7 +63,15 @@ class NativeEngine:
             )
         try:
             group: Group = Solo() if self._ranks is None else self._ranks.group
-            chosen = choose_backends(config, settings, device=self._device, dtype=dtype, threads=threads, group=group)
+            chosen = choose_backends(
+                config,
+                settings,
+                causal=checkpoint.causal,
+                device=self._device,
+                dtype=dtype,
+                threads=threads,
+                group=group,
+            )
             with WeightReader(checkpoint.weights, config, dtype=dtype, device=self._device) as reader:
                 self._decoder: Decoder | None = Decoder(
                     config,
@@ -91,6 +99,43 @@ class NativeEngine:
             "product_threads": str(products) if self._device.type == "cpu" else "",
             "notes": "; ".join(chosen.notes),
         }
+        try:
+            self.max_batch_tokens = self._plan_memory(config, settings, dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def _plan_memory(self, config: DecoderConfig, settings: EngineSettings, dtype: torch.dtype) -> int:
+        """Choose the batch size, then prove that it and the longest text fit, so that nothing runs out later."""
+        if settings.max_batch_tokens == "auto":
+            key = {
+                **{name: text for name, text in self.description.items() if name != "notes"},
+                "gpu": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "",
+                "fingerprint": self._checkpoint.fingerprint,
+                "torch": torch.__version__,
+            }
+            chosen = choose_batch_tokens(
+                self.encode,
+                key,
+                device_type=self._device.type,
+                vocab_size=config.vocab_size,
+                max_length=self.max_length,
+            )
+        else:
+            chosen = settings.max_batch_tokens
+        longest = max(chosen, self.max_length)
+        if self._device.type == "cuda":
+            for tokens, text in ((chosen, 128), (self.max_length, self.max_length)):
+                try:
+                    self.encode(uniform_batch(tokens, min(text, self.max_length), vocab_size=config.vocab_size))
+                except EngineError as error:
+                    raise ModelError(
+                        f"a batch of {tokens} tokens does not fit this GPU ({error}); "
+                        "lower max_length or max_batch_tokens, or raise tensor_parallel"
+                    ) from None
+        else:
+            check_memory(config, tokens=longest, itemsize=dtype.itemsize)
+        return chosen
 
     def _set_threads(self, settings: EngineSettings, threads: int, size: int, dtype: torch.dtype) -> int:
         if self._device.type != "cpu":

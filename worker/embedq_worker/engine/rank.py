@@ -40,7 +40,9 @@ def load_share(job: RankJob) -> Decoder:
     folder = Path(job.folder)
     config = read_decoder(read_object(folder / "config.json"), causal=job.causal)
     settings = EngineSettings(**job.settings)
-    chosen = choose_backends(config, settings, device=device, dtype=dtype, threads=job.threads, group=group)
+    chosen = choose_backends(
+        config, settings, causal=job.causal, device=device, dtype=dtype, threads=job.threads, group=group
+    )
     with WeightReader(index_weights(folder), config, dtype=dtype, device=device) as reader:
         return Decoder(
             config, reader, chosen.backends, length=job.max_length, causal=job.causal, last_only=job.last_only
