@@ -76,7 +76,7 @@ class RunProgress:
         span = last[0] - first[0]
         of = f"{counters.input:,}" if state.input_closed else f"{counters.input:,}+"
         parts = [f"{counters.settled:,}/{of} documents"]
-        if span > 0.5:
+        if span > 0.5 and last[2] > first[2]:
             parts.append(f"{(last[2] - first[2]) / span:,.0f} tokens/s")
             rate = (last[1] - first[1]) / span
             if state.input_closed and rate > 0:

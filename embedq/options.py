@@ -69,8 +69,14 @@ class Options(BaseSettings):
 
     @classmethod
     def load(cls, given: dict[str, Any]) -> typing.Self:
-        """Options from what the command line gave, the environment and the file; raises UsageError."""
+        """Options from what the command line gave, the environment and the file; raises UsageError.
+
+        None in `given`, or an empty list, means that the flag was not given.
+        """
         _check_toml_keys()
+        # A list is comma-separated text through every door; a flag may be repeated besides.
+        texts = {name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()}
+        given = {name: text for name, text in texts.items() if text is not None and given[name] not in ([], ())}
         try:
             return cls(**given)
         except ValidationError as error:
@@ -85,7 +91,9 @@ class Options(BaseSettings):
         first, *others = error.errors(include_url=False)
         name = str(first["loc"][0])
         alternatives = [other["msg"] for other in others if other["loc"][:1] == first["loc"][:1]]
-        message = " or ".join(dict.fromkeys(map(_plainly, (first["msg"], *alternatives)))).replace(" or must be ", " or ")
+        message = " or ".join(dict.fromkeys(map(_plainly, (first["msg"], *alternatives)))).replace(
+            " or must be ", " or "
+        )
         if name in given:
             door = cls.flag(name).partition(",")[0]
         elif (variable := ENV_PREFIX + name.upper()) in os.environ:
@@ -130,13 +138,15 @@ def _check_toml_keys() -> None:
 
     try:
         with open(TOML_FILE, "rb") as file:
-            keys = set(tomllib.load(file))
+            content = tomllib.load(file)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
         raise UsageError(f"{TOML_FILE} cannot be read: {error}") from None
+    if tables := [name for name, value in content.items() if isinstance(value, dict)]:
+        raise UsageError(f"{TOML_FILE} has a table [{tables[0]}]; keys stand at the top, for every command alike")
     known = {name for command in ALL_OPTIONS for name in command.model_fields}
-    if unknown := sorted(keys - known):
+    if unknown := sorted(set(content) - known):
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"{TOML_FILE} has a key that no command knows: {', '.join(unknown)}{hint}")

@@ -26,7 +26,7 @@ def with_options(options: type[Options]) -> Callable[[Callable[..., int]], Calla
 
         def command(**arguments: Any) -> None:
             given = {name: arguments.pop(name) for name in names}
-            loaded = options.load({name: value for name, value in given.items() if value not in (None, [], ())})
+            loaded = options.load(given)
             raise typer.Exit(function(**arguments, options=loaded))
 
         parameters = [*own, *(_parameter(options, name) for name in names)]

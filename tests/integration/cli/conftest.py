@@ -1,0 +1,34 @@
+"""Checkpoints that the command line's tests share. Small: what is tested is around the model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from embedq_worker.engine.generate import generate_checkpoint
+
+PROMPTS = {"query": "Instruct: find it\nQuery:", "passage": ""}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 checkpoint of dimension 32 that takes 48 tokens."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "small"
+    return generate_checkpoint(folder, hidden_size=32, layers=2, max_length=48, prompts=PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "other"
+    return generate_checkpoint(folder, hidden_size=32, layers=2, max_length=48, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs where nothing is, with no variable of ours: neither embedq.toml nor EMBEDQ_* leak in."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("EMBEDQ_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
