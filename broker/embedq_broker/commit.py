@@ -16,7 +16,7 @@ from typing import Any
 
 import redis
 from embedq_schemas.dead_letter import DeadLetter
-from embedq_schemas.errors import BrokerUnavailableError, CodecError
+from embedq_schemas.errors import BrokerUnavailableError, CodecError, UsageError
 from embedq_schemas.job import Codec
 from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.names import Lane
@@ -191,6 +191,20 @@ def _parse_reply(reply: list[Any]) -> Committed:
         flat = [text(value) for value in reply[1]]
         return Committed(outcome, lost=tuple(zip(flat[::2], flat[1::2], strict=True)))
     return Committed(outcome, added=tuple(text(value) for value in reply[1:]))
+
+
+def check_durability(client: redis.Redis, durability: Durability) -> None:
+    """Raise UsageError if the server cannot confirm commits as asked, before anybody relies on it."""
+    if durability is not Durability.FSYNC:
+        return
+    raw: Any = client
+    try:
+        raw.execute_command("WAITAOF", 1, 0, 1)
+    except ResponseError as error:
+        raise UsageError(
+            "durability fsync needs Redis 7.2, or Valkey, with its append-only file on; "
+            f"this server says: {str(error).partition(', with args')[0]}"
+        ) from None
 
 
 def _wait_durable(client: redis.Redis, durability: Durability) -> None:

@@ -231,7 +231,8 @@ class Consumer:
 def undelivered(client: redis.Redis, keys: Keys, stage: Stage, lane: Lane) -> int:
     """Entries no consumer of the stage holds. (`lag` would tell, but is null once an entry was deleted.)"""
     stream = stage.stream(keys, lane)
-    pipe = client.pipeline(transaction=True)
+    # Not a transaction: a full server refuses to queue even reads.
+    pipe = client.pipeline(transaction=False)
     pipe.xlen(stream)
     pipe.xpending(stream, stage)
     try:
@@ -240,7 +241,7 @@ def undelivered(client: redis.Redis, keys: Keys, stage: Stage, lane: Lane) -> in
         if "NOGROUP" not in str(error):
             raise
         return int(client.xlen(stream))
-    return int(length) - int(pending["pending"])
+    return max(0, int(length) - int(pending["pending"]))
 
 
 def release_consumer(client: redis.Redis, keys: Keys, stage: Stage, name: str, *, lease_ms: int) -> int:

@@ -15,6 +15,7 @@ from embedq_schemas.names import LANES, SCHEMA_VERSION
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
 from embedq_broker import scripts
+from embedq_broker.commit import check_durability
 from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys, check_run_id
@@ -58,7 +59,12 @@ class Registry:
         self.keys = keys
 
     def create(self, spec: RunSpec) -> RunSpec:
-        """Register `spec`, or return the specification the run already has."""
+        """Register `spec`, or return the specification the run already has.
+
+        Raises:
+            UsageError: the server cannot give the durability that is asked for.
+        """
+        check_durability(self._client, spec.durability)
         keys = [self.keys.run(spec.run), self.keys.runs, self.keys.open_datasets]
         reply = scripts.call(self._client, "create_run", keys, [spec.run, spec.encode(), spec.sink.kind])
         return spec if reply[0] == 1 else RunSpec.decode(reply[1])
@@ -116,9 +122,9 @@ class Registry:
         For a queue that serves this run alone, and no worker at the moment: streams are dropped whole.
         """
         streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
-        pipe = self._client.pipeline(transaction=True)
-        pipe.delete(self.keys.run(spec.run), self.keys.dead(spec.run), self.keys.commits, self.keys.bytes, *streams)
-        pipe.execute()
+        self._client.delete(
+            self.keys.run(spec.run), self.keys.dead(spec.run), self.keys.commits, self.keys.bytes, *streams
+        )
         self.create(spec)
         fields: dict[Any, Any] = {"committed_files": files, "published_files": files}
         fields |= {name: getattr(counters, name) for name in ("succeeded", "failed", "skipped", "tokens")}
@@ -127,7 +133,9 @@ class Registry:
     def state(self, run: str) -> RunState:
         """The run now; raises RunNotFoundError."""
         key = self.keys.run(check_run_id(run))
-        pipe = self._client.pipeline(transaction=True)
+        # Not a transaction: a full server refuses to queue even reads. Dead letters come with their counters, so
+        # those counted first are never missing from the second reply.
+        pipe = self._client.pipeline(transaction=False)
         pipe.hmget(key, _FIELDS)
         pipe.xlen(self.keys.dead(run))
         values, dead_letters = pipe.execute()

@@ -106,8 +106,15 @@ class Writer:
     def close(self, timeout_s: float) -> None:
         """Write and commit everything handed over, then end the thread. Raises what ended the writer early."""
         self._draining.set()
-        self._queue.put(None)
-        self._thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        # A writer that ended, or hangs, takes nothing more from a full queue.
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._queue.put(None, timeout=0.1)
+                break
+            except queue.Full:
+                continue
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._failure is not None:
             raise self._failure
         if self._thread.is_alive():

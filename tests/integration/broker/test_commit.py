@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import redis
+from embedq_broker import commit as commit_module
 from embedq_broker.commit import Commit, CommitOutcome, published, unpublished
-from embedq_broker.consume import Consumer, Entry, Share, Stage
+from embedq_broker.consume import Consumer, Entry, Share, Stage, undelivered
 from embedq_broker.liveness import Heartbeat, beat, bind_model, exclusive
 from embedq_broker.registry import EnqueueOutcome
+from embedq_schemas.errors import BrokerUnavailableError, UsageError
 from embedq_schemas.job import Codec
 from embedq_schemas.names import Lane
-from embedq_schemas.run import RunCounters, RunSpec, RunStatus
+from embedq_schemas.run import Durability, RunCounters, RunSpec, RunStatus, StreamSink
 from queues import LEASE_MS, PLENTY, Queue, dump, letter, published_file
 from servers import Server
 
@@ -397,6 +399,9 @@ def test_a_worker_can_start_live_and_end_on_a_full_server(full_server: redis.Red
     )
     with exclusive(full_server, queue.keys, "sweep", ttl_ms=1000) as held:
         assert held
+    assert undelivered(full_server, queue.keys, Stage.TOKENIZE, Lane.BULK) == 1
+    assert queue.registry.state("r").spec == spec
+    assert [state.spec for state in queue.registry.runs()] == [spec]
     (entry,) = queue.take(consumer)
     assert consumer.renew() == []
     queue.expire(consumer, entry)
@@ -405,6 +410,42 @@ def test_a_worker_can_start_live_and_end_on_a_full_server(full_server: redis.Red
     assert Commit(other, inputs=[entry]).send(full_server).outcome is CommitOutcome.OK
     consumer.release_all()
     assert queue.registry.cancel("r") is RunStatus.CANCELLING
+
+
+@pytest.mark.parametrize("append_only", ["yes", "no"])
+def test_a_durability_that_the_server_cannot_give_is_refused_before_the_run_exists(
+    start_server: Callable[..., Server], append_only: str
+) -> None:
+    server = start_server(args=("--appendonly", append_only))
+    with server.client() as client:
+        queue = Queue(client)
+        spec = RunSpec(run="r", queue="q", sink=StreamSink(), created_at=1.0, durability=Durability.FSYNC)
+        if append_only == "no" or (server.kind == "redis" and "7.0" in str(client.info("server")["redis_version"])):
+            with pytest.raises(UsageError, match="durability fsync needs"):
+                queue.registry.create(spec)
+            assert queue.dump() == {}
+            return
+        queue.registry.create(spec)
+        queue.send(spec)
+        consumer = queue.consumer()
+        commit = Commit(consumer, inputs=queue.take(consumer))
+        assert commit.send(client, durability=Durability.FSYNC).outcome is CommitOutcome.OK
+        assert commit.send(client, durability=Durability.FSYNC).outcome is CommitOutcome.DUP
+
+
+def test_a_commit_that_no_replica_confirms_is_not_called_done_and_can_be_sent_again(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_module, "DURABLE_TIMEOUT_MS", 10)
+    spec = queue.run()
+    queue.send(spec)
+    consumer = queue.consumer()
+    commit = full_commit(consumer, queue.take(consumer))
+    for _ in range(2):
+        with pytest.raises(BrokerUnavailableError, match="no replica"):
+            commit.send(queue.client, durability=Durability.REPLICA)
+    assert queue.registry.state("r").counters.succeeded == 1
+    assert commit.send(queue.client).outcome is CommitOutcome.DUP
 
 
 def test_two_queues_on_one_server_do_not_meet(redis_client: redis.Redis) -> None:

@@ -39,13 +39,21 @@ class Dataset:
         return self.path / SUCCESS_NAME
 
     def run_spec(self) -> RunSpec | None:
-        """The run this directory holds; None before its first file. Raises OutputError if it is not readable."""
+        """The run this directory holds; None before its first file.
+
+        Raises:
+            OutputError: it is not readable.
+            StorageError: it cannot be read at the moment.
+        """
         try:
             return RunSpec.decode((self.path / RUN_NAME).read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, CodecError) as error:
+        except (NotADirectoryError, IsADirectoryError, PermissionError, CodecError) as error:
             raise OutputError(f"{self.path / RUN_NAME} cannot be read: {error}") from None
+        except OSError as error:
+            # The disk or the network: that may pass, and is no reason to give the run up.
+            raise StorageError(f"cannot read {self.path / RUN_NAME}: {error.strerror}") from error
 
     def prepare(self, spec: RunSpec) -> None:
         """Create the layout and claim the directory for the run.
