@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from embedq_worker.checkpoint import Checkpoint, decoder_of, load_checkpoint
+from embedq_worker.bench import MatrixRate
+from embedq_worker.checkpoint import decoder_of, load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
 from embedq_worker.engine.generate import generate_checkpoint
 from numpy.typing import NDArray
@@ -39,32 +40,6 @@ class Run:
     shares: tuple[float, ...]
     switches: int
     vectors: NDArray[np.float32]
-
-
-class MatrixRate:
-    """FLOP/s of the model's own four products at 2,048 rows, weights in torch's layout, by the engine's threads."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        import torch
-
-        config = decoder_of(checkpoint)
-        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        query, key_value = config.num_heads * dim, config.num_kv_heads * dim
-        shapes = [(query + 2 * key_value, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)]
-        self._weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-        self._inputs = [torch.randn(2048, columns, dtype=torch.bfloat16) for _, columns in shapes]
-
-    def measure(self, repeats: int = 3) -> float:
-        import torch
-        import torch.nn.functional as F
-
-        with torch.inference_mode():
-            start = time.perf_counter()
-            for _ in range(repeats):
-                for weight, x in zip(self._weights, self._inputs, strict=True):
-                    F.linear(x, weight)
-            seconds = time.perf_counter() - start
-        return repeats * sum(2 * 2048 * weight.numel() for weight in self._weights) / seconds
 
 
 def packed(texts: list[list[int]], limit: int) -> Iterator[PackedBatch]:
@@ -219,7 +194,7 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
         ),
     )
     print(" ".join(f"{key}={value}" for key, value in engine.description.items() if value))
-    rate = MatrixRate(checkpoint)
+    rate = MatrixRate(checkpoint, engine)
     rate.measure()
     engine.encode(next(packed(texts, engine.max_batch_tokens)))
     runs: list[Run] = []
