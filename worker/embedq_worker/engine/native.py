@@ -97,7 +97,7 @@ class NativeEngine:
             "operations": chosen.backends.ops.name,
             "threads": str(threads) if self._device.type == "cpu" else "",
             "product_threads": str(products) if self._device.type == "cpu" else "",
-            "notes": "; ".join(chosen.notes),
+            "notes": "; ".join([*chosen.notes, *_warnings(dtype)]),
         }
         try:
             self.max_batch_tokens = self._plan_memory(config, settings, dtype)
@@ -185,3 +185,7 @@ class NativeEngine:
         self._decoder = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _warnings(dtype: torch.dtype) -> list[str]:
+    return ["float16 overflows on Qwen models: some texts may get no vector"] if dtype is torch.float16 else []
