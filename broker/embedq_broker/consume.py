@@ -24,6 +24,11 @@ from embedq_broker.scripts import Arg, text
 MAX_ENTRY_DOCUMENTS = 1 << 16
 """Documents one entry may hold: if it turns out broken, each of them gets a dead letter in one commit."""
 
+TRIES_TTL_MS = 7 * 86400 * 1000
+"""How long tries are remembered after the last one."""
+UNTRIED_DELIVERIES = 10
+"""Times `max_deliveries` after which an entry counts as fatal although no try of it was ever seen to begin."""
+
 
 class Stage(StrEnum):
     """A consumer group with the streams it reads. The value is the group's name."""
@@ -108,7 +113,7 @@ class Consumer:
         self.name = name
         self.lease_ms = lease_ms
         self._lanes = {stage.stream(keys, lane): lane for lane in LANES}
-        self._cursors = dict.fromkeys(self._lanes, "0-0")
+        self._cursors = dict.fromkeys(self._lanes, "-")
         self._held: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
 
@@ -144,7 +149,7 @@ class Consumer:
         """Take over up to `count` entries of `lane` whose lease ran out, with their delivery counts raised."""
         stream = self.stage.stream(self.keys, lane)
         args: list[Arg] = [self.stage, self.name, self.lease_ms, self._cursors[stream], count]
-        reply = self._with_groups("claim", stream, args, empty=[b"0-0"])
+        reply = self._with_groups("claim", stream, args, empty=[b"-"])
         self._cursors[stream] = text(reply[0])
         return self._take(stream, lane, reply[1:])
 
@@ -155,6 +160,31 @@ class Consumer:
             held = [entry_id for key, entry_id in self._held if key == stream]
         reply = self._with_groups("adopt", stream, [self.stage, self.name, count, *held], empty=[])
         return self._take(stream, lane, reply)
+
+    def rescue(self, lane: Lane, *, count: int) -> list[Entry]:
+        """Lease entries that were delivered to a consumer somebody deleted; nobody else would ever see them again.
+
+        It walks the stream, so it is for moments when nothing new is to be had although the stream is not empty.
+        """
+        stream = self.stage.stream(self.keys, lane)
+        if undelivered(self._client, self.keys, self.stage, lane) <= 0:
+            return []
+        return self._take(stream, lane, self._with_groups("rescue", stream, [self.stage, self.name, count], empty=[]))
+
+    def begin_try(self, entry: Entry) -> int:
+        """Note that work on `entry` begins. Returns how many earlier tries never came back.
+
+        A delivery alone proves nothing: whatever else a process held when it died is delivered again too.
+        """
+        args: list[Arg] = [self._name_of(entry), 1, TRIES_TTL_MS]
+        return int(scripts.call(self._client, "try", [self.keys.tries], args, allow_oom=True))
+
+    def end_try(self, entry: Entry) -> None:
+        """Note that work on `entry` came back, whatever came of it."""
+        scripts.call(self._client, "try", [self.keys.tries], [self._name_of(entry), 0, TRIES_TTL_MS], allow_oom=True)
+
+    def _name_of(self, entry: Entry) -> str:
+        return f"{self.keys.suffix(entry.stream)}/{entry.id}"
 
     def renew(self) -> list[tuple[str, str]]:
         """Extend every held lease. Returns (stream, id) of those that another consumer took over, each once."""
@@ -226,6 +256,11 @@ class Consumer:
             self.ensure_groups()
             return empty
         return reply
+
+
+def is_fatal(entry: Entry, tries: int, max_deliveries: int) -> bool:
+    """Whether `entry` ended the processes that tried it, `tries` times without coming back after its first delivery."""
+    return tries >= max(1, max_deliveries - 1) or entry.deliveries > UNTRIED_DELIVERIES * max_deliveries
 
 
 def undelivered(client: redis.Redis, keys: Keys, stage: Stage, lane: Lane) -> int:
