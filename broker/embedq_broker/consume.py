@@ -148,7 +148,7 @@ class Consumer:
     def claim_expired(self, lane: Lane, *, count: int) -> list[Entry]:
         """Take over up to `count` entries of `lane` whose lease ran out, with their delivery counts raised."""
         stream = self.stage.stream(self.keys, lane)
-        args: list[Arg] = [self.stage, self.name, self.lease_ms, self._cursors[stream], count]
+        args: list[Arg] = [self.stage, self.name, self.lease_ms, self._cursors[stream], count, *self._held_of(stream)]
         reply = self._with_groups("claim", stream, args, empty=[b"-"])
         self._cursors[stream] = text(reply[0])
         return self._take(stream, lane, reply[1:])
@@ -156,8 +156,7 @@ class Consumer:
     def adopt(self, lane: Lane, *, count: int) -> list[Entry]:
         """Entries this consumer owns on the server but never received."""
         stream = self.stage.stream(self.keys, lane)
-        with self._lock:
-            held = [entry_id for key, entry_id in self._held if key == stream]
+        held = self._held_of(stream)
         reply = self._with_groups("adopt", stream, [self.stage, self.name, count, *held], empty=[])
         return self._take(stream, lane, reply)
 
@@ -220,6 +219,10 @@ class Consumer:
         """Entries under lease."""
         with self._lock:
             return len(self._held)
+
+    def _held_of(self, stream: str) -> list[str]:
+        with self._lock:
+            return [entry_id for key, entry_id in self._held if key == stream]
 
     def _snapshot(self) -> dict[tuple[str, str], int]:
         with self._lock:

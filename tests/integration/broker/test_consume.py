@@ -151,6 +151,20 @@ def test_adopt_returns_what_a_lost_reply_stranded_and_not_what_is_held(queue: Qu
     assert Commit(consumer, inputs=[*held, stranded]).send(queue.client).outcome is CommitOutcome.OK
 
 
+def test_a_lone_consumer_sweeps_up_what_a_lost_reply_stranded_on_itself_and_not_what_it_holds(queue: Queue) -> None:
+    spec = queue.run()
+    for _ in range(2):
+        queue.send(spec)
+    consumer = queue.consumer()
+    held, stranded = queue.take(consumer)
+    consumer.forget([stranded])
+    for entry in (held, stranded):
+        queue.expire(consumer, entry)
+    (swept,) = consumer.claim_expired(Lane.BULK, count=10)
+    assert (swept.id, swept.deliveries) == (stranded.id, 2)
+    assert Commit(consumer, inputs=[held, swept]).send(queue.client).outcome is CommitOutcome.OK
+
+
 def test_renewing_keeps_a_lease_and_its_count_and_never_takes_one_back(queue: Queue) -> None:
     spec = queue.run()
     queue.send(spec)
