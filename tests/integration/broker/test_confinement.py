@@ -58,6 +58,8 @@ def use_everything(client: redis.Redis, tmp_path: Path) -> None:
     entries = consumer.adopt(Lane.BULK, count=10) + queue.take(consumer)
     assert len(entries) == 5
     assert consumer.renew() == []
+    assert [consumer.begin_try(entries[0]), consumer.begin_try(entries[0])] == [0, 1]
+    consumer.end_try(entries[0])
     consumer.release(entries[:1])
     (claimed,) = other.claim_expired(Lane.BULK, count=10)
     assert release_consumer(client, keys, Stage.TOKENIZE, "other", lease_ms=LEASE_MS) == 1
@@ -82,6 +84,13 @@ def use_everything(client: redis.Redis, tmp_path: Path) -> None:
     assert registry.cancel("s") is RunStatus.CANCELLED
     assert {state.spec.run for state in registry.runs()} == {"r", "s"}
     assert registry.open_datasets() == ["r"]
+    assert other.rescue(Lane.BULK, count=10) == []
+    queue.client.xgroup_delconsumer(keys.jobs(Lane.BULK), Stage.TOKENIZE, "c")
+    queue.client.xadd(keys.jobs(Lane.BULK), {"v": 1, "codec": "arrow", "run": "r", "n": 1, "payload": "p"})
+    queue.take(consumer)
+    queue.client.xgroup_delconsumer(keys.jobs(Lane.BULK), Stage.TOKENIZE, "c")
+    assert other.rescue(Lane.BULK, count=10)
+    registry.missing("r")
     registry.all_in_batches("r")
     registry.forget_expired()
     consumer.release_all()
