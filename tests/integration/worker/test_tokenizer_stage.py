@@ -265,7 +265,10 @@ def test_a_job_that_ends_its_worker_again_and_again_is_split_until_the_guilty_do
     line.send(spec, ["a", "b", "c"])
 
     def deliver_again(entries: list[Entry]) -> list[Entry]:
+        """As if the process had ended on each of them, time after time."""
         for _ in range(3):
+            for entry in entries:
+                line.consumer.begin_try(entry)
             line.consumer.forget(entries)
             entries = line.consumer.adopt(Lane.BULK, count=100)
         return entries
