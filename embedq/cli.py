@@ -25,10 +25,11 @@ from embedq_schemas.dead_letter import DeadLetter
 from embedq_schemas.errors import EmbedqError, RunIncompleteError, UsageError
 from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.errors import read_errors
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
-from embedq import directory, display, queries
+from embedq import directory, display, model_commands, queries
 from embedq.help_text import HelpfulCommand, HelpfulGroup
 from embedq.options import (
     CancelOptions,
@@ -136,14 +137,15 @@ def status(options: StatusOptions, run: OptionalRunName = None) -> int:
     out, _ = display.consoles()
     finished = directory.finished_run(run) if run else None
 
-    def shown() -> Group:
+    def shown() -> str:
         if finished is not None:
-            return Group(*display.runs_lines([finished]))
+            return "\n".join(display.runs_lines([finished]))
         with _queue_of(run, options) as (client, keys, name):
             registry = Registry(client, keys)
             states = [registry.state(name)] if name else registry.runs(20)
-            workers = display.workers_table(heartbeats(client, keys), silent_after_s=30)
-            return Group(*display.runs_lines(states), "", workers, "", f"backlog: {registry.backlog_bytes():,} bytes")
+            workers = display.workers_lines(heartbeats(client, keys), silent_after_s=30)
+            backlog = f"backlog: {registry.backlog_bytes():,} bytes"
+            return "\n".join([*display.runs_lines(states), "", *workers, "", backlog])
 
     if options.json_output:
         if finished is not None:
@@ -154,14 +156,14 @@ def status(options: StatusOptions, run: OptionalRunName = None) -> int:
         print(json.dumps(document))
         return 0
     if not options.watch:
-        out.print(shown(), highlight=False, soft_wrap=True)
+        _say(out, shown())
         return 0
     stop = _Stop()
-    with Live(shown(), console=out, auto_refresh=False) as live:
+    with Live(Text(shown()), console=out, auto_refresh=False) as live:
         while not stop.event.wait(1.0):
             # The embedded server of `embedq run` ends with its run; what the run came to lies in the directory.
             finished = directory.finished_run(run) if run else None
-            live.update(shown(), refresh=True)
+            live.update(Text(shown()), refresh=True)
             if finished is not None:
                 break
     return 0
@@ -218,6 +220,9 @@ def cancel(run: RunName, options: CancelOptions) -> int:
     with _queue_of(run, options) as (client, keys, name):
         print(f"run {name}: {Registry(client, keys).cancel(str(name))}")
     return 0
+
+
+model_commands.add_to(app)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from embedq_broker.liveness import Heartbeat
 from embedq_schemas.run import RunState
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
 
 from embedq.run import Snapshot
 
@@ -125,25 +124,23 @@ def runs_lines(states: list[RunState]) -> list[str]:
     return lines or ["no runs"]
 
 
-def workers_table(beats: list[Heartbeat], *, silent_after_s: float) -> Table | str:
-    """One row a process: who is alive, what it does, for how long."""
-    if not beats:
-        return "no workers"
+def workers_lines(beats: list[Heartbeat], *, silent_after_s: float) -> list[str]:
+    """One line a process: who is alive, what it does, for how long."""
     now = time.time()
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("process", overflow="fold")
-    for name in ("role", "state", "for", "held", "documents", "tokens", "heard"):
-        table.add_column(name, no_wrap=True)
+    table = [("process", "role", "state", "for", "held", "documents", "tokens", "heard")]
     for beat in beats:
         silent = now - beat.at
         state = beat.state if silent < silent_after_s else "silent"
-        table.add_row(
-            beat.consumer, beat.role, state, _duration(beat.state_s), str(beat.held), f"{beat.documents:,}",
-            f"{beat.tokens:,}", f"{silent:.0f} s ago",
+        table.append(
+            (beat.consumer, beat.role, state, _duration(beat.state_s), str(beat.held), f"{beat.documents:,}",
+             f"{beat.tokens:,}", f"{silent:.0f} s ago")
         )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    for line, beat in zip(lines[1:], beats, strict=True):
         if beat.detail:
-            table.add_row(f"  {beat.detail}")
-    return table
+            lines.insert(lines.index(line) + 1, f"    {beat.detail}")
+    return lines if beats else ["no workers"]
 
 
 def state_json(state: RunState) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def produce_corpus(
                 options.broker(),
                 skip_duplicate_ids=options.on_duplicate_id == "skip",
                 stopping=stopping,
+                on_full=on_note,
             )
         except Stopped as stopped:
             on_note(f"run {spec.run} takes no more documents: it is {stopped.status}")

@@ -22,6 +22,7 @@ from embedq_producer.position import START, Position
 
 _FIRST_WAIT_S = 0.002
 _MOST_WAIT_S = 0.25
+_LONG_WAIT_S = 2.0
 
 
 class Stopped(Exception):
@@ -42,6 +43,7 @@ def feed(
     skip_duplicate_ids: bool = True,
     done: OrdinalSet = NOTHING_DONE,
     stopping: Callable[[], bool] = lambda: False,
+    on_full: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Send the corpus from the run's recorded position to its end, then close the run's input.
 
@@ -52,6 +54,7 @@ def feed(
         skip_duplicate_ids: a document whose id occurred before is counted as skipped; False makes it an error row.
         done: ordinals whose outcome the registry counts already; they are counted in and not sent.
         stopping: asked before each job; True returns early, with the input still open.
+        on_full: told once, with a sentence, if the queue stays full for some seconds.
 
     Raises:
         InputError: the corpus cannot be read, or `options.strict` and a line is bad.
@@ -66,12 +69,13 @@ def feed(
         raise Stopped(state.status)
     recorded = state.position or ""
     position = Position.from_json(recorded) if recorded else START
+    on_full = _once(on_full)
     for block in read_jsonl(corpus, options=options, start=position):
         if stopping():
             return
         if skip_duplicate_ids:
             block = _skip_duplicates(block)
-        recorded = _send(registry, spec, block, recorded, settings, done, stopping)
+        recorded = _send(registry, spec, block, recorded, settings, done, stopping, on_full)
         if not recorded:
             return
     _check(
@@ -96,6 +100,7 @@ def _send(
     settings: BrokerSettings,
     done: OrdinalSet,
     stopping: Callable[[], bool],
+    on_full: Callable[[str], None],
 ) -> str:
     """Send one block, waiting while the queue is full. Returns the new position, '' if asked to stop."""
     position = block.end.to_json()
@@ -111,6 +116,7 @@ def _send(
     settled = block.documents.num_rows - documents + len(block.rejects) - len(dead)
     payload = encode_job(batch) if documents else b""
     wait_s = _FIRST_WAIT_S
+    full_since = time.monotonic()
     while True:
         sent = registry.enqueue(
             spec,
@@ -128,8 +134,25 @@ def _send(
             return position
         if stopping():
             return ""
+        if time.monotonic() - full_since > _LONG_WAIT_S:
+            on_full(f"the queue is full ({_fullness(sent.detail)}); waiting until workers have taken some of it")
         time.sleep(wait_s)
         wait_s = min(wait_s * 2, _MOST_WAIT_S)
+
+
+def _fullness(detail: str) -> str:
+    return f"{int(detail):,} bytes" if detail.isdigit() else detail
+
+
+def _once(tell: Callable[[str], None]) -> Callable[[str], None]:
+    told: list[str] = []
+
+    def tell_once(sentence: str) -> None:
+        if not told:
+            told.append(sentence)
+            tell(sentence)
+
+    return tell_once
 
 
 def _check(spec: RunSpec, sent: Enqueued) -> None:
