@@ -20,6 +20,7 @@ from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, Tr
 from embedq_schemas.errors import UsageError
 from embedq_schemas.names import Lane
 from embedq_schemas.run import Durability
+from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.settings import AttentionKind, Dtype, EngineKind, EngineSettings
 from embedq_worker.settings import WorkerSettings
 from pydantic import Field, ValidationError, field_validator
@@ -284,16 +285,12 @@ class _BrokerFields(ConnectOptions):
         return BrokerSettings(**fields | ({"redis_url": redis_url} if redis_url else {}))
 
 
-class _WorkerFields(Options):
+class _EngineFields(Options):
     model: str = Field("")
     revision: str | None = None
-    tokenizers: int = Field(1, ge=0, le=256, description="Tokenizer processes; one feeds several GPUs.")
-    embedders: int = Field(
-        1, ge=0, le=256, description="Embedder processes where no GPU is named; on one CPU one is fastest."
-    )
-    gpus: tuple[int, ...] = Field(
-        (), description="GPUs to use, comma-separated: a replica of the model on each, or tensor-parallel groups."
-    )
+    pooling: str | None = None
+    causal: bool | None = None
+    dense: str | None = None
     engine: EngineKind = "auto"
     device: str = "auto"
     dtype: Dtype = "auto"
@@ -302,15 +299,6 @@ class _WorkerFields(Options):
     threads: int | None = Field(None, ge=1)
     max_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     compile: bool | Literal["auto"] = "auto"
-    tokenizer_backend: Literal["auto", "gigatoken", "huggingface"] = "auto"
-    flush_interval_s: float = Field(30.0, gt=0, le=3600)
-    grace_s: float = Field(30.0, gt=0, le=3600)
-    storage_patience_s: float = Field(600.0, ge=0)
-    prefetch: int = Field(4, ge=1, le=1024)
-    window_jobs: int = Field(4, ge=1, le=1024)
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        "INFO", description="Least severe log lines to write."
-    )
 
     def engine_settings(self) -> EngineSettings:
         """For the engine."""
@@ -325,10 +313,55 @@ class _WorkerFields(Options):
             compile=self.compile,
         )
 
+    def checkpoint(self) -> Checkpoint:
+        """Read the checkpoint that `--model` names; raises UsageError, ModelError."""
+        if not self.model:
+            raise UsageError("--model is missing: name a checkpoint folder or a model hub id")
+        names = ("model", "revision", "pooling", "causal", "dense")
+        return WorkerSettings(**{name: getattr(self, name) for name in names}).load_checkpoint()
+
+
+class _WorkerFields(_EngineFields):
+    tokenizers: int = Field(1, ge=0, le=256, description="Tokenizer processes; one feeds several GPUs.")
+    embedders: int = Field(
+        1, ge=0, le=256, description="Embedder processes where no GPU is named; on one CPU one is fastest."
+    )
+    gpus: tuple[int, ...] = Field(
+        (), description="GPUs to use, comma-separated: a replica of the model on each, or tensor-parallel groups."
+    )
+    tokenizer_backend: Literal["auto", "gigatoken", "huggingface"] = "auto"
+    flush_interval_s: float = Field(30.0, gt=0, le=3600)
+    grace_s: float = Field(30.0, gt=0, le=3600)
+    storage_patience_s: float = Field(600.0, ge=0)
+    prefetch: int = Field(4, ge=1, le=1024)
+    window_jobs: int = Field(4, ge=1, le=1024)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Least severe log lines to write."
+    )
+
     def worker_settings(self, output_roots: tuple[Path, ...]) -> WorkerSettings:
         """For the worker's processes."""
         names = [name for name in WorkerSettings.model_fields if name != "output_roots"]
         return WorkerSettings(output_roots=output_roots, **{name: getattr(self, name) for name in names})
+
+
+class ModelOptions(_EngineFields):
+    """Options of `embedq model inspect`."""
+
+    json_output: bool = Field(False, description="One JSON document instead of text.")
+
+    flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
+
+
+class BenchOptions(ModelOptions):
+    """Options of `embedq bench`."""
+
+    text_tokens: tuple[int, ...] = Field((128, 512), description="Lengths of the texts to measure, in tokens.")
+    repeats: int = Field(3, ge=1, le=100, description="Batches to time per length; the median counts.")
+
+
+class DoctorOptions(ConnectOptions, _EngineFields):
+    """Options of `embedq doctor`."""
 
 
 class ProduceOptions(_BrokerFields, CorpusOptions, EncodingFlags, SinkFlags):
@@ -407,6 +440,9 @@ ALL_OPTIONS: tuple[type[Options], ...] = (
     ResultsOptions,
     ErrorsOptions,
     CancelOptions,
+    ModelOptions,
+    BenchOptions,
+    DoctorOptions,
 )
 
 for _options in ALL_OPTIONS:

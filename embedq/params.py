@@ -104,4 +104,4 @@ def _panel(options: type[Options], name: str) -> str | None:
     return None
 
 
-PANELS = {"_BrokerFields": "Queue", "_WorkerFields": "Model and worker processes"}
+PANELS = {"_BrokerFields": "Queue", "_EngineFields": "Model and engine", "_WorkerFields": "Worker processes"}

@@ -37,7 +37,7 @@ from embedq_schemas.errors import (
 )
 from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import ParquetSink, RunCounters, RunSpec, RunState, RunStatus
-from embedq_worker.checkpoint import Checkpoint, load_checkpoint
+from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embedder_process import model_facts
 from embedq_worker.sinks.dataset import (
     ERRORS_NAME,
@@ -96,13 +96,11 @@ def run_corpus(
     """
     if options.output is None:
         raise UsageError("--output is missing: name the directory for the dataset")
-    if not options.model:
-        raise UsageError("--model is missing: name a checkpoint folder or a model hub id")
     dataset = Dataset(Path(os.path.realpath(options.output)))
     _check_paths(corpus, dataset)
     options.read_options()
     slots = _slots(options)
-    checkpoint = load_checkpoint(options.model, revision=options.revision)
+    checkpoint = options.checkpoint()
     wanted = _request(corpus, dataset, options, checkpoint)
     owner = dataset.run_spec()
     if owner is not None and owner.same_request(wanted):

@@ -8,6 +8,7 @@ from typing import Literal
 from embedq_broker.settings import BrokerSettings
 from pydantic import BaseModel, ConfigDict, Field
 
+from embedq_worker.checkpoint import Checkpoint, load_checkpoint
 from embedq_worker.engine.settings import EngineSettings
 
 
@@ -19,6 +20,17 @@ class WorkerSettings(BaseModel):
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model; a commit makes runs repeatable."
+    )
+    pooling: str | None = Field(
+        None, description="Pooling to use instead of the checkpoint's: lasttoken, mean or cls."
+    )
+    causal: bool | None = Field(
+        None, description="Attention to use instead of the checkpoint's: causal, or each token sees all."
+    )
+    dense: str | None = Field(
+        None,
+        description="Folder of the checkpoint with the Dense head to use, such as 2_Dense_1024. "
+        "Unset: as modules.json says.",
     )
     tokenizer_backend: Literal["auto", "gigatoken", "huggingface"] = Field(
         "auto", description="auto takes the fast tokenizer where its ids equal the reference's, else the reference."
@@ -39,6 +51,13 @@ class WorkerSettings(BaseModel):
     )
     prefetch: int = Field(4, ge=1, le=1024, description="Token batches an embedder holds ahead, per lane.")
     window_jobs: int = Field(4, ge=1, le=1024, description="Jobs a tokenizer takes at once while embedders are busy.")
+
+
+    def load_checkpoint(self) -> Checkpoint:
+        """Read the checkpoint these settings name; raises ModelError."""
+        return load_checkpoint(
+            self.model, revision=self.revision, pooling=self.pooling, causal=self.causal, dense=self.dense
+        )
 
 
 class ProcessConfig(BaseModel):
