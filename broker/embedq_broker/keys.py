@@ -101,6 +101,11 @@ class Keys:
         """String: set once the commit of that idempotency token is done."""
         return self._key("tok", token)
 
+    @property
+    def tries(self) -> str:
+        """Hash: entry (stream suffix and id) to the number of tries that never came back."""
+        return self._key("tries")
+
     def lock(self, name: str) -> str:
         """String: a mutual exclusion with a TTL, such as one sweeper per group."""
         return self._key("lock", name)

@@ -7,11 +7,12 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import redis
 from embedq_broker.commit import Commit
 from embedq_broker.connect import connect
-from embedq_broker.consume import Consumer, Stage
+from embedq_broker.consume import Consumer, Stage, is_fatal
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import bind_model, bury
 from embedq_broker.registry import Registry
@@ -23,7 +24,7 @@ from embedq_schemas.run import RunSpec
 from embedq_schemas.token_batch import TokenBatch
 from redis.exceptions import RedisError
 
-from embedq_worker.checkpoint import Checkpoint, load_checkpoint
+from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embed import Embedded, RunPart, dead_letter, embed
 from embedq_worker.engine import Engine, load_engine
 from embedq_worker.hold import until_accepted
@@ -34,6 +35,7 @@ from embedq_worker.settings import ProcessConfig
 from embedq_worker.sinks.finish import sweep_runs
 from embedq_worker.writer import Writer
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,7 @@ def run_embedder(config: ProcessConfig, stop: threading.Event, ready: Callable[[
         ready: called once, when the first batch may come.
     """
     settings, url = config.worker, config.broker.redis_url
-    checkpoint = load_checkpoint(settings.model, revision=settings.revision)
+    checkpoint = settings.load_checkpoint()
     keys = Keys(config.broker.queue)
     client = connect(url, role="embedder")
     bind_model(client, keys, checkpoint.fingerprint, model_facts(checkpoint))
@@ -161,10 +163,20 @@ class Embedder:
         spec = next(filter(None, (self._runs.spec(share.run) for share in entry.shares)), None)
         if spec is None or not any(self._runs.wanted(share.run) for share in entry.shares):
             return Embedded(entry, tuple(RunPart(s.run, None, 0, (), skipped=s.documents) for s in entry.shares))
-        if entry.deliveries > self._config.broker.max_deliveries:
-            return self._isolate(fetched, batch)
         normalize = self._checkpoint.normalize if spec.encoding.normalize is None else spec.encoding.normalize
-        return embed(self._engine, entry, batch, spec.encoding, normalize)
+        if entry.deliveries == 1:
+            return embed(self._engine, entry, batch, spec.encoding, normalize)
+        # What was delivered before may be what ended its process: whether this try comes back is put on record.
+        tries = self._ask(lambda: self._consumer.begin_try(entry))
+        if is_fatal(entry, tries, self._config.broker.max_deliveries):
+            outcome = self._isolate(fetched, batch)
+        else:
+            outcome = embed(self._engine, entry, batch, spec.encoding, normalize)
+        self._ask(lambda: self._consumer.end_try(entry))
+        return outcome
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        return until_accepted(question, url=self._config.broker.redis_url, give_up=self._stop.is_set)
 
     def _isolate(self, fetched: Fetched, batch: TokenBatch) -> Embedded | None:
         """A batch delivered again and again: split it into single documents; a single one is the guilty one."""
@@ -182,7 +194,7 @@ class Embedder:
                 single = type(share)(share.run, 1)
                 commit.add_again(entry, [single], Codec.ARROW, batch.slice(row, 1).encode())
                 row += 1
-        until_accepted(lambda: commit.send(self._client), url=self._config.broker.redis_url, give_up=self._stop.is_set)
+        self._ask(lambda: commit.send(self._client))
         return None
 
 

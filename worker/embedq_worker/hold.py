@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import redis
 from embedq_broker.connect import translate
-from embedq_schemas.errors import BrokerAuthError, BrokerUnavailableError
+from embedq_schemas.errors import BrokerOutOfMemoryError, BrokerUnavailableError
 from redis.exceptions import RedisError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+def passes(failure: Exception) -> bool:
+    """Whether a BrokerError may end by itself: a lost connection, a failover, a full disk or memory of the server."""
+    return isinstance(failure, BrokerUnavailableError | BrokerOutOfMemoryError)
 
 
 def until_accepted(send: Callable[[], T], *, url: str, give_up: Callable[[], bool], first_s: float = 0.05) -> T:
@@ -33,16 +37,7 @@ def until_accepted(send: Callable[[], T], *, url: str, give_up: Callable[[], boo
             return send()
         except (RedisError, BrokerUnavailableError) as error:
             failure = translate(error, url) if isinstance(error, RedisError) else error
-            temporary = isinstance(
-                error,
-                redis.exceptions.ConnectionError
-                | redis.exceptions.TimeoutError
-                | redis.exceptions.OutOfMemoryError
-                | redis.exceptions.BusyLoadingError
-                | redis.exceptions.ReadOnlyError
-                | BrokerUnavailableError,
-            )
-            if not temporary or isinstance(failure, BrokerAuthError) or give_up():
+            if not passes(failure) or give_up():
                 raise failure from error
             if attempt == 0:
                 log.warning("holding finished work: %s", failure)

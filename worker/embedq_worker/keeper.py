@@ -106,6 +106,9 @@ class Keeper:
                 self._beat("stuck" if stuck_s >= lease_s else self._progress.state)
             except RedisError as error:
                 log.warning("cannot renew leases: %s", error)
+                # Whoever waits for the server is not stuck: the clock starts when it answers again.
+                moved = time.monotonic()
+                continue
             if stuck_s > _STUCK_LEASES * lease_s:
                 log.error(
                     "nothing has moved for %.0f s in state %r; ending this process", stuck_s, self._progress.state

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import redis
+from embedq_broker.connect import translate
 from embedq_broker.consume import Consumer, Entry
 from embedq_broker.faults import fault_point
 from embedq_schemas.errors import CodecError
 from embedq_schemas.names import LANES, Lane
 from embedq_schemas.token_batch import TokenBatch
 from redis.exceptions import RedisError
+
+from embedq_worker.hold import passes
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ class Prefetcher:
         reader = self._connect_reader()
         lease_s = self._consumer.lease_ms / 1000
         next_sweep = 0.0
-        adopt = False
+        adopt = starved = False
         failures = 0
         while True:
             with self._change:
@@ -119,8 +122,14 @@ class Prefetcher:
                         next_sweep = 0.0
                         self._put(lane, claimed)
                         continue
+                    if starved and (rescued := self._consumer.rescue(lane, count=room)):
+                        log.warning("took over %d token batches whose consumer was deleted", len(rescued))
+                        self._put(lane, rescued)
+                        continue
                 wait_ms = max(1, min(self._block_ms, round((next_sweep - time.monotonic()) * 1000)))
-                self._put(lane, self._consumer.read(reader, [lane], count=room, block_ms=wait_ms))
+                fresh = self._consumer.read(reader, [lane], count=room, block_ms=wait_ms)
+                starved = not fresh
+                self._put(lane, fresh)
                 failures = 0
             except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
                 # The reply may have been lost with entries already ours: ask for those first.
@@ -131,7 +140,7 @@ class Prefetcher:
                 time.sleep(min(0.05 * 2 ** min(failures, 5), 1.0))
             except RedisError as error:
                 failures += 1
-                if failures > 20:
+                if failures > 20 and not passes(translate(error)):
                     raise
                 log.warning("cannot read token batches: %s", error)
                 time.sleep(min(0.05 * 2 ** min(failures, 5), 1.0))

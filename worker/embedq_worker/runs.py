@@ -44,7 +44,7 @@ class RunCache:
             self._specs.move_to_end(run)
             return self._specs[run]
         try:
-            spec = self._ask(lambda: self._registry.state(run).spec)
+            spec = self.ask(lambda: self._registry.state(run).spec)
         except RunNotFoundError:
             return None
         except CodecError as error:
@@ -62,7 +62,7 @@ class RunCache:
         if known is None or now - known[0] > _STATUS_FRESH_S:
             if len(self._statuses) > _MOST_SPECS:
                 self._statuses.clear()
-            known = (now, self._ask(lambda: self._registry.status(run)))
+            known = (now, self.ask(lambda: self._registry.status(run)))
             self._statuses[run] = known
         return known[1] in (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
 
@@ -72,9 +72,10 @@ class RunCache:
 
     def _fail(self, run: str, error: str) -> None:
         open_states = [RunStatus.VALIDATING, RunStatus.IN_PROGRESS]
-        moved, _ = self._ask(lambda: self._registry.transition(run, RunStatus.FAILED, open_states, error=error))
+        moved, _ = self.ask(lambda: self._registry.transition(run, RunStatus.FAILED, open_states, error=error))
         if moved:
             log.error("run %s failed: %s", run, error)
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def ask(self, question: Callable[[], T]) -> T:
+        """Put an idempotent question to the server, waiting until it answers."""
         return until_accepted(question, url=self._url, give_up=self._give_up)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import redis
 from embedq_broker.commit import Commit, Committed
-from embedq_broker.connect import connect
+from embedq_broker.connect import connect, translate
 from embedq_broker.consume import Consumer, Entry, Stage, undelivered
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
@@ -19,9 +19,8 @@ from embedq_broker.registry import Registry
 from embedq_schemas.names import LANES, Lane
 from redis.exceptions import RedisError
 
-from embedq_worker.checkpoint import load_checkpoint
 from embedq_worker.embedder_process import model_facts
-from embedq_worker.hold import until_accepted
+from embedq_worker.hold import passes, until_accepted
 from embedq_worker.keeper import Keeper, Progress
 from embedq_worker.runs import RunCache
 from embedq_worker.settings import ProcessConfig
@@ -38,7 +37,7 @@ _INTERACTIVE_JOBS = 64
 def run_tokenizer(config: ProcessConfig, stop: threading.Event, ready: Callable[[], None]) -> None:
     """Tokenize until `stop` is set; a window under way is finished first. Arguments as for `run_embedder`."""
     settings, url = config.worker, config.broker.redis_url
-    checkpoint = load_checkpoint(settings.model, revision=settings.revision)
+    checkpoint = settings.load_checkpoint()
     keys = Keys(config.broker.queue)
     client = connect(url, role="tokenizer")
     bind_model(client, keys, checkpoint.fingerprint, model_facts(checkpoint))
@@ -107,6 +106,15 @@ class _Loop:
                     log.warning("lost the connection while reading: %s", error)
                 self._stop.wait(min(0.05 * 2 ** min(failures, 5), 1.0))
                 continue
+            except RedisError as error:
+                # A server that cannot write refuses to deliver, too.
+                if not passes(translate(error)):
+                    raise
+                failures += 1
+                if failures == 1:
+                    log.warning("cannot read jobs: %s", error)
+                self._stop.wait(min(0.05 * 2 ** min(failures, 5), 1.0))
+                continue
             if entries:
                 fault_point("tokenize.read")
             for lane in LANES:
@@ -149,7 +157,14 @@ class _Loop:
                 log.info("took over %d jobs whose lease ran out", len(claimed))
                 self._next_sweep = 0.0
                 return claimed
-        return self._read(lanes)
+            if self._starved:
+                rescued = [entry for lane in lanes for entry in self._consumer.rescue(lane, count=self._window())]
+                if rescued:
+                    log.warning("took over %d jobs whose consumer was deleted", len(rescued))
+                    return rescued
+        entries = self._read(lanes)
+        self._starved = not entries
+        return entries
 
     def _read(self, lanes: list[Lane]) -> list[Entry]:
         if lanes[0] is Lane.INTERACTIVE:
@@ -175,6 +190,7 @@ class _Loop:
         return waiting < self._config.broker.max_ready_batches
 
     _ahead = False
+    _starved = False
 
     def _embedders_known(self) -> bool:
         """Refresh the token budget; False while it is too early to pack without one."""

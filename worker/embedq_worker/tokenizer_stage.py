@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 from embedq_broker.commit import Commit, CommitOutcome, Committed
-from embedq_broker.consume import Consumer, Entry, Share
+from embedq_broker.consume import Consumer, Entry, Share, is_fatal
 from embedq_broker.faults import fault_point
 from embedq_broker.settings import BrokerSettings
 from embedq_schemas.dead_letter import DeadLetter, clip
@@ -57,11 +57,13 @@ class TokenizerStage:
         self._settings = settings
         self._max_length = max_length
 
-    def window(self, entries: Sequence[Entry], lane: Lane, max_batch_tokens: int) -> tuple[Commit, int, int]:
-        """One commit for `entries`, all of `lane`. Returns (commit, documents, tokens)."""
+    def window(
+        self, entries: Sequence[Entry], lane: Lane, max_batch_tokens: int, *, fatal: bool = False
+    ) -> tuple[Commit, int, int]:
+        """One commit for `entries`, all of `lane`; (commit, documents, tokens). What is `fatal` is not tried again."""
         commit = Commit(self._consumer, inputs=list(entries))
         documents = tokens = 0
-        for group in self._gather(commit, entries):
+        for group in self._gather(commit, entries, fatal):
             n, total = self._tokenize(commit, group, lane, max_batch_tokens)
             documents, tokens = documents + n, tokens + total
         return commit, documents, tokens
@@ -70,9 +72,36 @@ class TokenizerStage:
         self, send: Callable[[Commit], Committed], entries: Sequence[Entry], lane: Lane, max_batch_tokens: int
     ) -> tuple[int, int]:
         """Commit `entries`, leaving out what other consumers took over meanwhile. Returns (documents, tokens)."""
+        # What was delivered before may be what ended its process: each such job is tried alone, and on record.
+        fresh = [entry for entry in entries if entry.deliveries == 1]
+        documents, tokens = self._settle(send, fresh, lane, max_batch_tokens)
+        for entry in entries:
+            if entry.deliveries > 1:
+                tries = self._begin_try(entry)
+                fatal = is_fatal(entry, tries, self._settings.max_deliveries)
+                n, total = self._settle(send, [entry], lane, max_batch_tokens, fatal=fatal)
+                self._end_try(entry)
+                documents, tokens = documents + n, tokens + total
+        return documents, tokens
+
+    def _begin_try(self, entry: Entry) -> int:
+        return self._runs.ask(lambda: self._consumer.begin_try(entry))
+
+    def _end_try(self, entry: Entry) -> None:
+        self._runs.ask(lambda: self._consumer.end_try(entry))
+
+    def _settle(
+        self,
+        send: Callable[[Commit], Committed],
+        entries: Sequence[Entry],
+        lane: Lane,
+        max_batch_tokens: int,
+        *,
+        fatal: bool = False,
+    ) -> tuple[int, int]:
         remaining = list(entries)
         while remaining:
-            commit, documents, tokens = self.window(remaining, lane, max_batch_tokens)
+            commit, documents, tokens = self.window(remaining, lane, max_batch_tokens, fatal=fatal)
             committed = send(commit)
             if committed.outcome is not CommitOutcome.LOST:
                 return documents, tokens
@@ -83,7 +112,7 @@ class TokenizerStage:
             remaining = [entry for entry in remaining if (entry.stream, entry.id) not in lost]
         return 0, 0
 
-    def _gather(self, commit: Commit, entries: Sequence[Entry]) -> list[_Group]:
+    def _gather(self, commit: Commit, entries: Sequence[Entry], fatal: bool) -> list[_Group]:
         """Decode jobs and join those that may share batches; settle those that cannot be tokenized."""
         tables: dict[tuple[object, ...], list[tuple[RunSpec, pa.RecordBatch]]] = {}
         for entry in entries:
@@ -100,7 +129,7 @@ class TokenizerStage:
             documents = self._decode(commit, entry, run)
             if documents is None:
                 continue
-            if entry.deliveries > self._settings.max_deliveries:
+            if fatal:
                 _isolate(commit, entry, run, documents, entry.deliveries - 1)
                 continue
             columns = (*spec.metadata, "text") if spec.keep_text else spec.metadata

@@ -25,7 +25,8 @@ from embedq_worker.sinks.publish import publish
 
 log = logging.getLogger(__name__)
 
-_LOCK_MS = 60_000
+_LOCK_MS = 3_000
+"""A process killed while it finishes a run delays the next one by this much."""
 
 
 def finish_run(client: redis.Redis, keys: Keys, run: str, roots: Sequence[Path]) -> bool:
