@@ -59,9 +59,8 @@ def _built() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++ or clang++) on PATH")
-    openmp = _openmp()
-    command = [compiler, *_FLAGS, "-fopenmp"]
-    key = hashlib.sha256("\0".join([_SOURCE.read_text("utf-8"), *command, *openmp]).encode()).hexdigest()[:20]
+    command = [compiler, *_FLAGS]
+    key = hashlib.sha256("\0".join([_SOURCE.read_text("utf-8"), *command]).encode()).hexdigest()[:20]
     target = _cache() / f"kernels-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -69,7 +68,7 @@ def _built() -> Path:
             output = Path(folder) / target.name
             # Arguments are a fixed list and this package's own file; CXX is the user's choice of compiler.
             done = subprocess.run(  # noqa: S603
-                [*command, str(_SOURCE), *openmp, "-o", str(output)],
+                [*command, str(_SOURCE), "-o", str(output)],
                 capture_output=True,
                 text=True,
                 timeout=120,
@@ -85,12 +84,3 @@ def _built() -> Path:
 def _cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "embedq" / "kernels"
-
-
-def _openmp() -> list[str]:
-    """torch's own OpenMP runtime: a second one would start a second pool of threads on the same cores."""
-    import torch
-
-    root = Path(torch.__file__).parent
-    found = sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])
-    return [str(found[0])] if found else []

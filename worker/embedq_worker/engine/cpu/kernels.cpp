@@ -3,17 +3,104 @@
 // A text of a hundred tokens is too small for general kernels: their set-up costs more than the arithmetic. Here one call
 // serves a whole packed batch. Every pointer is to bfloat16 unless its type says otherwise; strides count elements.
 #include <immintrin.h>
-#include <omp.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 namespace {
+
+// Threads that help where they can. The caller works through the chunks itself and waits only for chunks a helper has
+// begun, never for a helper that is not scheduled: beside busy neighbours a barrier of all threads costs milliseconds.
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; ++i) helpers_.emplace_back([this] { serve(); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+  }
+  int threads() const { return int(helpers_.size()) + 1; }
+
+  // work(chunk) for every chunk in [0, chunks), in about that order. One caller at a time.
+  template <typename Work>
+  void run(long chunks, const Work& work) {
+    if (helpers_.empty() || chunks < 2) {
+      for (long i = 0; i < chunks; ++i) work(i);
+      return;
+    }
+    const uint64_t job = ++job_ << 32;
+    // Closed while its fields change, so that a late helper of the last job cannot claim a chunk of this one.
+    next_.store(job | 0xffffffff);
+    call_ = [](const void* w, long i) { (*static_cast<const Work*>(w))(i); };
+    work_ = &work, chunks_ = chunks, done_ = 0;
+    next_.store(job);
+    {
+      std::lock_guard lock(mutex_);
+      ++posted_;
+    }
+    wake_.notify_all();
+    help();
+    while (done_.load(std::memory_order_acquire) < chunks) _mm_pause();
+  }
+
+ private:
+  void help() {
+    for (uint64_t seen = next_.load();;) {
+      const long chunk = long(seen & 0xffffffff);
+      if (chunk >= chunks_.load()) return;
+      if (!next_.compare_exchange_weak(seen, seen + 1)) continue;
+      call_(work_, chunk);
+      done_.fetch_add(1, std::memory_order_release);
+      seen = next_.load();
+    }
+  }
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (uint64_t handled = 0;;) {
+      wake_.wait(lock, [&] { return stopping_ || posted_ != handled; });
+      if (stopping_) return;
+      handled = posted_;
+      lock.unlock();
+      help();
+      lock.lock();
+    }
+  }
+
+  std::vector<std::thread> helpers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stopping_ = false;
+  uint64_t posted_ = 0, job_ = 0;
+  std::atomic<uint64_t> next_{0xffffffff};  // job number, then the next chunk in the low half
+  std::atomic<long> chunks_{0}, done_{0};
+  void (*call_)(const void*, long) = nullptr;
+  const void* work_ = nullptr;
+};
+
+// Rows in chunks small enough to balance, large enough not to matter.
+template <typename Work>
+void for_rows(Pool& pool, long rows, const Work& work) {
+  const long step = std::max<long>(16, (rows + pool.threads() * 8 - 1) / (pool.threads() * 8));
+  pool.run((rows + step - 1) / step, [&](long chunk) {
+    for (long row = chunk * step; row < std::min(rows, (chunk + 1) * step); ++row) work(row);
+  });
+}
 
 using bf16 = uint16_t;
 
@@ -76,24 +163,38 @@ inline void transpose16(__m512i (&r)[16]) {
   }
 }
 
-// One thread's buffers. Tiles are 1 KiB: 16 rows of 64 bytes.
+template <typename T>
+struct Buffer {
+  T* data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+  T* at_least(size_t count) {
+    if (count > size) {
+      std::free(data);
+      size = (count + 63) / 64 * 64;
+      data = static_cast<T*>(std::aligned_alloc(64, size * sizeof(T)));
+    }
+    return data;
+  }
+};
+
+// One thread's memory, kept between calls. Tiles are 1 KiB: 16 rows of 64 bytes.
 struct alignas(64) Scratch {
-  bf16 k[kKeys * kMaxDim];      // [key tile of 16][dim tile of 32]: 16 dim pairs x 16 keys x 2
-  bf16 v[kKeys * kMaxDim];      // [key tile of 32][dim tile of 16]: 16 key pairs x 16 dims x 2
+  bf16 k[kKeys * kMaxDim];  // [key tile of 16][dim tile of 32]: 16 dim pairs x 16 keys x 2
+  bf16 v[kKeys * kMaxDim];  // [key tile of 32][dim tile of 16]: 16 key pairs x 16 dims x 2
   float s[16 * kKeys];
   bf16 p[16 * kKeys];
-  bf16* q = nullptr;    // [rows, dim]
-  float* o = nullptr;   // [rows, dim]
-  float* m = nullptr;   // [rows] running maximum, times log2(e)
-  float* l = nullptr;   // [rows] running sum
-  int* position = nullptr;  // [rows] position of the row's token in its text
-  ~Scratch() { std::free(q), std::free(o), std::free(m), std::free(l), std::free(position); }
-  void reserve(int rows, int dim) {
-    q = static_cast<bf16*>(std::aligned_alloc(64, size_t(rows) * dim * 2));
-    o = static_cast<float*>(std::aligned_alloc(64, size_t(rows) * dim * 4));
-    m = static_cast<float*>(std::aligned_alloc(64, size_t(rows) * 4));
-    l = static_cast<float*>(std::aligned_alloc(64, size_t(rows) * 4));
-    position = static_cast<int*>(std::aligned_alloc(64, size_t(rows) * 4));
+  Buffer<bf16> q_buffer;
+  Buffer<float> o_buffer, m_buffer, l_buffer;
+  Buffer<int> position_buffer;
+  bf16* q;        // [rows, dim]
+  float* o;       // [rows, dim]
+  float* m;       // [rows] running maximum, times log2(e)
+  float* l;       // [rows] running sum
+  int* position;  // [rows] position of the row's token in its text
+  void reserve(size_t rows, size_t dim) {
+    q = q_buffer.at_least(rows * dim), o = o_buffer.at_least(rows * dim);
+    m = m_buffer.at_least(rows), l = l_buffer.at_least(rows), position = position_buffer.at_least(rows);
   }
 };
 
@@ -322,81 +423,70 @@ int embedq_enable_amx() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
+void* embedq_pool_create(int threads) { return new Pool(threads); }
+void embedq_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
+
 // Attention within packed texts; cu_seqlens int32 [n + 1]. With last_only, q and out have one row a text, its last token.
 // Texts longer than `longest` are left out. dim is a multiple of 32, at most 256.
-void embedq_attention(const bf16* q, long q_stride, const bf16* k, const bf16* v, long kv_stride, bf16* out,
+void embedq_attention(void* pool, const bf16* q, long q_stride, const bf16* k, const bf16* v, long kv_stride, bf16* out,
                       long out_stride, const int32_t* cu_seqlens, int n, int heads, int kv_heads, int dim, int causal,
-                      int window, int last_only, int longest, int threads) {
+                      int window, int last_only, int longest) {
   const Problem problem{q,          k,     v,        q_stride, kv_stride, out,
                         out_stride, heads, kv_heads, dim,      causal,    window, 1.0f / std::sqrt(float(dim))};
-  const int group = heads / kv_heads;
   constexpr int kChunk = 128;  // queries a task: packing a block of keys serves all of them
-  long tasks = 0;
-  int widest = 1;
-  for (int i = 0; i < n; ++i) {
-    const int length = cu_seqlens[i + 1] - cu_seqlens[i], chunk = last_only ? 1 : std::min(length, kChunk);
-    if (length > longest) continue;
-    tasks += last_only ? 1 : (length + chunk - 1) / chunk;
-    widest = std::max(widest, chunk);
-  }
   struct Task {
     int text, first, count;
   };
-  Task* list = static_cast<Task*>(std::malloc(sizeof(Task) * tasks));
-  long at = 0;
+  std::vector<Task> tasks;
   for (int i = 0; i < n; ++i) {
     const int length = cu_seqlens[i + 1] - cu_seqlens[i];
     if (length > longest) continue;
     if (last_only) {
-      list[at++] = {i, length - 1, 1};
+      tasks.push_back({i, length - 1, 1});
       continue;
     }
     // The last chunk of a causal text reads the most keys, so it starts first.
     for (int first = (length - 1) / kChunk * kChunk; first >= 0; first -= kChunk)
-      list[at++] = {i, first, std::min(kChunk, length - first)};
+      tasks.push_back({i, first, std::min(kChunk, length - first)});
   }
-#pragma omp parallel num_threads(threads)
-  {
-    TileConfig config;
+  auto& workers = *static_cast<Pool*>(pool);
+  // A thread takes several heads of a chunk where there are chunks enough: their rows share pages.
+  long heads_each = std::clamp<long>(long(tasks.size()) / (4 * workers.threads()), 1, kv_heads);
+  while (kv_heads % heads_each) --heads_each;
+  const long parts = kv_heads / heads_each, group = heads / kv_heads;
+  workers.run(long(tasks.size()) * parts, [&](long index) {
+    thread_local Scratch scratch;
+    const TileConfig config;
     _tile_loadconfig(&config);
-    Scratch scratch;
-    scratch.reserve((group * widest + 15) / 16 * 16, dim);
-    // A thread takes all heads of a chunk where there are chunks enough: their rows share pages.
-    const long step = std::clamp<long>(tasks / (4 * threads), 1, kv_heads);
-#pragma omp for schedule(dynamic, step) nowait
-    for (long index = 0; index < tasks * kv_heads; ++index) {
-      const Task task = list[index / kv_heads];
-      const long start = cu_seqlens[task.text];
-      const int length = cu_seqlens[task.text + 1] - cu_seqlens[task.text];
-      const long q_row = last_only ? task.text : start + task.first;
-      attend(problem, scratch, q_row, start, length, task.first, task.count, int(index % kv_heads));
-    }
+    const Task task = tasks[index / parts];
+    const long start = cu_seqlens[task.text], q_row = last_only ? task.text : start + task.first;
+    const int length = cu_seqlens[task.text + 1] - cu_seqlens[task.text];
+    scratch.reserve((group * task.count + 15) / 16 * 16, dim);
+    for (long head = index % parts * heads_each, end = head + heads_each; head < end; ++head)
+      attend(problem, scratch, q_row, start, length, task.first, task.count, int(head));
     _tile_release();
-  }
-  std::free(list);
+  });
 }
 
 // residual += x (skipped where x is null); out = residual * rsqrt(mean(residual^2) + eps) * weight. n a multiple of 32.
-void embedq_add_rms_norm(const bf16* x, bf16* residual, const bf16* weight, bf16* out, long tokens, int n, float eps,
-                         int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long t = 0; t < tokens; ++t) {
+void embedq_add_rms_norm(void* pool, const bf16* x, bf16* residual, const bf16* weight, bf16* out, long tokens, int n,
+                         float eps) {
+  for_rows(*static_cast<Pool*>(pool), tokens, [&](long t) {
     bf16* r = residual + t * n;
     if (x != nullptr)
       for (int i = 0; i < n; i += 16) store(r + i, _mm512_add_ps(load(r + i), load(x + t * n + i)));
     const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum_squares(r, n) / n + eps));
     for (int i = 0; i < n; i += 16)
       store(out + t * n + i, _mm512_mul_ps(_mm512_mul_ps(load(r + i), factor), load(weight + i)));
-  }
+  });
 }
 
 // In place on x [tokens, q_heads + k_heads, dim] (stride a token): RMSNorm a head by its weight (null: none), then rope by
 // cos and sin float32 [tokens, dim / 2]. dim is a multiple of 32.
-void embedq_norm_rotate(bf16* x, long stride, const bf16* q_weight, const bf16* k_weight, const float* cos,
-                        const float* sin, long tokens, int q_heads, int k_heads, int dim, float eps, int threads) {
+void embedq_norm_rotate(void* pool, bf16* x, long stride, const bf16* q_weight, const bf16* k_weight, const float* cos,
+                        const float* sin, long tokens, int q_heads, int k_heads, int dim, float eps) {
   const int half = dim / 2;
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long t = 0; t < tokens; ++t) {
+  for_rows(*static_cast<Pool*>(pool), tokens, [&](long t) {
     for (int h = 0; h < q_heads + k_heads; ++h) {
       bf16* head = x + t * stride + h * dim;
       const bf16* weight = h < q_heads ? q_weight : k_weight;
@@ -410,13 +500,12 @@ void embedq_norm_rotate(bf16* x, long stride, const bf16* q_weight, const bf16* 
         store(head + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
       }
     }
-  }
+  });
 }
 
 // gate_up [tokens, 2 n] -> out [tokens, n] = silu(gate) * up. n is a multiple of 16.
-void embedq_silu_mul(const bf16* gate_up, bf16* out, long tokens, int n, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long t = 0; t < tokens; ++t) {
+void embedq_silu_mul(void* pool, const bf16* gate_up, bf16* out, long tokens, int n) {
+  for_rows(*static_cast<Pool*>(pool), tokens, [&](long t) {
     const bf16 *gate = gate_up + t * 2 * n, *up = gate + n;
     for (int i = 0; i < n; i += 16) {
       const __m512 g = load(gate + i), one = _mm512_set1_ps(1.0f);
@@ -424,9 +513,10 @@ void embedq_silu_mul(const bf16* gate_up, bf16* out, long tokens, int n, int thr
       const __m512 e = exp2_ps(_mm512_mul_ps(_mm512_abs_ps(g), _mm512_set1_ps(-kLog2e)));
       const __mmask16 negative = _mm512_cmp_ps_mask(g, _mm512_setzero_ps(), _CMP_LT_OQ);
       // The 14-bit reciprocal is finer than bfloat16, and a division costs more than all the rest.
-      const __m512 sigmoid = _mm512_mul_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_rcp14_ps(_mm512_add_ps(one, e)));
+      const __m512 sigmoid =
+          _mm512_mul_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_rcp14_ps(_mm512_add_ps(one, e)));
       store(out + t * n + i, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid), load(up + i)));
     }
-  }
+  });
 }
 }

@@ -12,22 +12,39 @@ from torch import Tensor
 from embedq_worker.engine.cpu.build import load_kernels
 
 _SIGNATURES: dict[str, list[Any]] = {
-    "embedq_attention": [c_void_p, c_long, c_void_p, c_void_p, c_long, c_void_p, c_long, c_void_p, *[c_int] * 9],
-    "embedq_add_rms_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, c_float, c_int],
-    "embedq_norm_rotate": [c_void_p, c_long, *[c_void_p] * 4, c_long, c_int, c_int, c_int, c_float, c_int],
-    "embedq_silu_mul": [c_void_p, c_void_p, c_long, c_int, c_int],
+    "embedq_attention": [
+        c_void_p,
+        c_void_p,
+        c_long,
+        c_void_p,
+        c_void_p,
+        c_long,
+        c_void_p,
+        c_long,
+        c_void_p,
+        *[c_int] * 8,
+    ],
+    "embedq_add_rms_norm": [*[c_void_p] * 5, c_long, c_int, c_float],
+    "embedq_norm_rotate": [c_void_p, c_void_p, c_long, *[c_void_p] * 4, c_long, c_int, c_int, c_int, c_float],
+    "embedq_silu_mul": [c_void_p, c_void_p, c_void_p, c_long, c_int],
 }
 
 
 class CpuKernels:
-    """bfloat16, contiguous last axis. `threads` is fixed at creation."""
+    """bfloat16, contiguous last axis. Owns `threads - 1` helper threads; one caller at a time."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self._threads = threads
+        library.embedq_pool_create.argtypes, library.embedq_pool_create.restype = [c_int], c_void_p
+        library.embedq_pool_destroy.argtypes, library.embedq_pool_destroy.restype = [c_void_p], None
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
         self._library = library
+        self._pool = library.embedq_pool_create(threads)
+
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None) is not None:
+            self._library.embedq_pool_destroy(self._pool)
 
     def attention(
         self,
@@ -50,9 +67,9 @@ class CpuKernels:
         if k.stride(0) != v.stride(0) or k.stride(1) != dim or v.stride(1) != dim or q.stride(1) != dim:
             raise ValueError("attention expects heads side by side, and keys and values with one stride")
         self._library.embedq_attention(
-            q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), out.data_ptr(), heads * dim,
+            self._pool, q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), out.data_ptr(), heads * dim,
             cu_seqlens.data_ptr(), len(cu_seqlens) - 1, heads, k.shape[1], dim, causal, window or 0, last,
-            longest, self._threads,
+            longest,
         )  # fmt: skip
         return out
 
@@ -61,7 +78,7 @@ class CpuKernels:
         out = torch.empty_like(residual)
         pointer = None if x is None else x.data_ptr()
         self._library.embedq_add_rms_norm(
-            pointer, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *residual.shape, eps, self._threads
+            self._pool, pointer, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *residual.shape, eps
         )
         return out
 
@@ -80,15 +97,15 @@ class CpuKernels:
         q_pointer = None if q_weight is None else q_weight.data_ptr()
         k_pointer = None if k_weight is None else k_weight.data_ptr()
         self._library.embedq_norm_rotate(
-            x.data_ptr(), x.stride(0), q_pointer, k_pointer, cos.data_ptr(), sin.data_ptr(),
-            tokens, heads, count - heads, dim, eps, self._threads,
+            self._pool, x.data_ptr(), x.stride(0), q_pointer, k_pointer, cos.data_ptr(), sin.data_ptr(),
+            tokens, heads, count - heads, dim, eps,
         )  # fmt: skip
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[tokens, 2 n] -> [tokens, n]."""
         tokens, width = gate_up.shape
         out = torch.empty((tokens, width // 2), dtype=gate_up.dtype)
-        self._library.embedq_silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2, self._threads)
+        self._library.embedq_silu_mul(self._pool, gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
         return out
 
 
