@@ -99,8 +99,7 @@ class Commit:
 
     def add_dead_letter(self, run: str, letter: DeadLetter) -> None:
         """One document's failure, counted."""
-        fields = ["letter", letter.encode().decode()]
-        self._adds.append({"key": self.consumer.keys.dead(run), "fields": fields, "run": run})
+        self._add_payload(self.consumer.keys.dead(run), [], letter.encode(), run=run, name="letter")
         self.count(run, "failed", 1)
 
     def send(self, client: redis.Redis, *, durability: Durability = Durability.PROCESS) -> Committed:
@@ -132,7 +131,14 @@ class Commit:
         return committed
 
     def _add_payload(
-        self, key: str, fields: list[str | int], payload: bytes | memoryview, run: str | None = None, ttl_ms: int = 0
+        self,
+        key: str,
+        fields: list[str | int],
+        payload: bytes | memoryview,
+        *,
+        run: str | None = None,
+        ttl_ms: int = 0,
+        name: str = "payload",
     ) -> None:
         self._payloads.append(payload)
         self._adds.append(
@@ -141,6 +147,7 @@ class Commit:
                 "field": self.consumer.keys.suffix(key),
                 "fields": [str(value) for value in fields],
                 "payload": len(self._payloads) + 1,
+                "name": name,
                 "run": run,
                 "ttl_ms": ttl_ms,
             }
@@ -160,7 +167,7 @@ class Commit:
         adds = []
         for add in self._adds:
             planned = {"k": index(add["key"]), "fields": add["fields"]}
-            for name in ("field", "payload", "ttl_ms"):
+            for name in ("field", "payload", "name", "ttl_ms"):
                 if add.get(name):
                     planned[name] = add[name]
             if add.get("run"):

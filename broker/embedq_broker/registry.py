@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import redis
-from embedq_schemas.dead_letter import DeadLetter
-from embedq_schemas.errors import CodecError, RunNotFoundError, UsageError
+from embedq_schemas.dead_letter import DeadLetter, clip
+from embedq_schemas.dead_letter import Stage as FailedStage
+from embedq_schemas.errors import CodecError, DocumentErrorCode, RunNotFoundError, UsageError
 from embedq_schemas.job import Codec
 from embedq_schemas.names import LANES, SCHEMA_VERSION
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
 from embedq_broker import scripts
 from embedq_broker.commit import check_durability
-from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
+from embedq_broker.consume import MAX_ENTRY_DOCUMENTS, Stage
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.scripts import Arg, text
 
 #: How long a run is remembered after its end; the same in prelude.lua.
 KEEP_RUN_S = 7 * 86400
+
+log = logging.getLogger(__name__)
 
 _COUNTERS = ("input", "succeeded", "failed", "skipped", "tokens")
 _FIELDS = (
@@ -182,8 +186,14 @@ class Registry:
         open_states = (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
         return self.transition(check_run_id(run), RunStatus.CANCELLING, open_states)[1]
 
+    def missing(self, run: str) -> int:
+        """Documents of the run that have no outcome although the queue is empty and its input closed: they are lost."""
+        stages = [(stage, stage.stream(self.keys, lane)) for stage in Stage for lane in LANES]
+        keys = [self.keys.run(run), *(stream for _, stream in stages)]
+        return int(scripts.call(self._client, "missing", keys, [stage for stage, _ in stages], allow_oom=True))
+
     def runs(self, limit: int = 100) -> list[RunState]:
-        """Newest first; forgets the names of runs that expired."""
+        """Newest first, without those a newer version wrote; forgets the names of runs that expired."""
         names = [text(name) for name in self._client.zrevrange(self.keys.runs, 0, limit - 1)]
         states = []
         for name in names:
@@ -191,6 +201,8 @@ class Registry:
                 states.append(self.state(name))
             except RunNotFoundError:
                 self._forget_run(name)
+            except CodecError as error:
+                log.warning("run %s is left out: %s", name, error)
         return states
 
     def _forget_run(self, name: str) -> None:
@@ -216,9 +228,13 @@ class Registry:
         letters = []
         for entry_id, fields in entries or ():
             try:
-                letters.append((text(entry_id), DeadLetter.decode(fields[b"letter"])))
-            except KeyError:
-                raise CodecError(f"dead letter {text(entry_id)} of run {run} has no letter") from None
+                letter = DeadLetter.decode(fields.get(b"letter", b""))
+            except CodecError as error:
+                # It was counted as a failed document, and must not keep its run from ending.
+                letter = DeadLetter(
+                    ordinal=-1, stage=FailedStage.PRODUCE, code=DocumentErrorCode.UNREADABLE_ERROR, message=clip(error)
+                )
+            letters.append((text(entry_id), letter))
         return letters
 
     def backlog_bytes(self) -> int:
@@ -234,5 +250,6 @@ class Registry:
                 self._forget_run(name)
         for field in self._client.hkeys(self.keys.bytes):
             kind, _, run = text(field).partition(":")
-            if kind == "results" and not self._client.exists(self.keys.results(run)):
+            stream = {"results": self.keys.results, "dead": self.keys.dead}.get(kind)
+            if stream is not None and not self._client.exists(stream(run)):
                 self._client.hdel(self.keys.bytes, field)

@@ -147,4 +147,5 @@ class DocumentErrorCode(StrEnum):
     TOO_LONG = "too_long"  # more tokens than the model's maximum, where truncation is off
     ENGINE_FAILED = "engine_failed"  # the forward pass raised on this document alone
     NOT_FINITE = "not_finite"  # the vector holds NaN or infinity
+    UNREADABLE_ERROR = "unreadable_error"  # its dead letter itself does not decode
     MAX_DELIVERIES = "max_deliveries"  # the worker died on this document again and again

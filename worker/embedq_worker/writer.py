@@ -302,7 +302,10 @@ class Writer:
     def _fail_run(self, run: str, error: OutputError) -> None:
         """The run's output cannot be used by anybody: end the run, so that its entries are skipped and counted."""
         log.error("run %s failed: %s", run, error)
-        self._registry.transition(
-            run, RunStatus.FAILED, [RunStatus.VALIDATING, RunStatus.IN_PROGRESS], error=str(error)
+        running = [RunStatus.VALIDATING, RunStatus.IN_PROGRESS]
+        until_accepted(
+            lambda: self._registry.transition(run, RunStatus.FAILED, running, error=str(error)),
+            url=self._url,
+            give_up=self._draining.is_set,
         )
         self._runs.forget(run)

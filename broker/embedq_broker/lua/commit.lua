@@ -5,7 +5,8 @@
 --   ttl_ms,                      how long the token is remembered: longer than any retry
 --   group, consumer,             the lease holder
 --   inputs = {{k, field, ids, deliveries, sizes}},   entries to acknowledge, per stream
---   adds = {{k, field, fields, payload, run, ttl_ms}},   entries to add; `payload` indexes ARGV; only while run hash `run` exists
+--   adds = {{k, field, name, payload, fields, run, ttl_ms}},   entries to add: `fields`, then `name` with the payload that
+--                                indexes ARGV, whose bytes count under `field`; only while run hash `run` exists
 --   incrs = {{k, counter, by}},  run counters
 -- }
 -- Returns {'ok', id of each add ('' if its run is gone)...} | {'dup'} | {'lost', {stream key, id, stream key, id, ...}}
@@ -30,7 +31,7 @@ for _, add in ipairs(plan.adds) do
   else
     local fields = add.fields
     if add.payload then
-      fields[#fields + 1] = 'payload'
+      fields[#fields + 1] = add.name or 'payload'
       fields[#fields + 1] = ARGV[add.payload]
       if add.field then redis.call('HINCRBY', KEYS[2], add.field, #ARGV[add.payload]) end
     end

@@ -12,15 +12,19 @@ local position = r[2] or ''
 if position == ARGV[2] and (ARGV[8] == '0' or r[3] == '1') then return {'dup'} end
 if position ~= ARGV[1] then return {'fenced', position} end
 if r[1] ~= 'validating' and r[1] ~= 'in_progress' then return {'stopped', r[1]} end
-local size = #ARGV[11]
-if size > 0 then
+local size, dead_size = #ARGV[11], 0
+for i = 13, #ARGV do dead_size = dead_size + #ARGV[i] end
+if size + dead_size > 0 then
   local held = backlog(KEYS[3])
-  if held > 0 and held + size > tonumber(ARGV[3]) then return {'full', held} end
+  if held > 0 and held + size + dead_size > tonumber(ARGV[3]) then return {'full', held} end
+end
+if size > 0 then
   redis.call('XADD', KEYS[2], '*', 'v', ARGV[9], 'codec', ARGV[10], 'run', ARGV[5], 'n', ARGV[6], 'payload', ARGV[11])
   redis.call('HINCRBY', KEYS[3], ARGV[4], size)
 end
 local dead = #ARGV - 12
 for i = 13, #ARGV do redis.call('XADD', KEYS[4], '*', 'letter', ARGV[i]) end
+if dead > 0 then redis.call('HINCRBY', KEYS[3], 'dead:' .. ARGV[5], dead_size) end
 local skipped, settled = tonumber(ARGV[7]), tonumber(ARGV[12])
 redis.call('HINCRBY', KEYS[1], 'input', tonumber(ARGV[6]) + skipped + settled + dead)
 redis.call('HINCRBY', KEYS[1], 'ready', skipped + settled + dead)

@@ -64,7 +64,8 @@ def test_a_commit_writes_all_it_holds_and_acknowledges_its_inputs(queue: Queue) 
     assert state.counters == RunCounters(input=3, succeeded=1, failed=1, tokens=7)
     assert (state.committed_files, state.published_files, state.dead_letters) == (1, 0, 1)
     held = {field.decode(): int(n) for field, n in queue.client.hgetall(keys.bytes).items()}
-    assert held == {"jobs:bulk": 30, "batches:bulk": 5, "results:r": 6}
+    dead_bytes = len(letter(1, "ü\n\0").encode())
+    assert held == {"jobs:bulk": 30, "batches:bulk": 5, "results:r": 6, "dead:r": dead_bytes}
     assert consumer.held() == 1
 
 
@@ -213,7 +214,8 @@ def test_outputs_of_a_run_that_is_gone_are_dropped_and_its_inputs_freed(queue: Q
     for key in (queue.keys.run("gone"), queue.keys.results("gone"), queue.keys.dead("gone")):
         assert not queue.client.exists(key)
     assert queue.counters("here") == (1, 1, 1, 0)
-    assert queue.client.hgetall(queue.keys.bytes) == {b"results:here": b"1"}
+    dead_bytes = len(letter(0).encode())
+    assert queue.client.hgetall(queue.keys.bytes) == {b"results:here": b"1", b"dead:here": b"%d" % dead_bytes}
 
 
 def outcome(queue: Queue, spec: RunSpec, succeeded: int = 0, failed: int = 0, skipped: int = 0) -> RunStatus | None:
@@ -295,7 +297,8 @@ def test_a_commit_of_thousands_of_inputs_and_outputs_is_one_step(queue: Queue) -
     commit.inputs.pop()
     assert commit.send(queue.client).outcome is CommitOutcome.OK
     assert queue.counters() == (n, 0, n, 0)
-    assert queue.registry.backlog_bytes() == 10
+    dead_bytes = sum(len(letter(ordinal).encode()) for ordinal in range(n))
+    assert queue.registry.backlog_bytes() == 10 + dead_bytes
     assert queue.client.xlen(queue.keys.dead(spec.run)) == n
 
 

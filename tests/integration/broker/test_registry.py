@@ -6,7 +6,7 @@ import pytest
 import redis
 from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
 from embedq_broker.registry import KEEP_RUN_S, EnqueueOutcome
-from embedq_schemas.errors import CodecError, RunNotFoundError, UsageError
+from embedq_schemas.errors import DocumentErrorCode, RunNotFoundError, UsageError
 from embedq_schemas.run import RunCounters, RunStatus
 from queues import PLENTY, Queue, letter
 
@@ -47,7 +47,7 @@ def test_a_job_its_outcomes_and_its_position_arrive_together(queue: Queue) -> No
     assert state.counters == RunCounters(input=11, succeeded=0, failed=2, skipped=3)
     assert (state.status, state.position, state.dead_letters) == (RunStatus.IN_PROGRESS, "1", 2)
     assert [found for _, found in queue.registry.dead_letters("r")] == letters
-    assert queue.registry.backlog_bytes() == 100
+    assert queue.registry.backlog_bytes() == 100 + sum(len(each.encode()) for each in letters)
     ((_, fields),) = queue.client.xrange(queue.keys.jobs(spec.lane))
     expected = {b"v": b"1", b"codec": b"arrow", b"run": b"r", b"n": b"2", b"payload": b"x" * 100}
     assert fields == expected
@@ -198,9 +198,30 @@ def test_dead_letters_come_in_pages(queue: Queue) -> None:
         found += [each for _, each in page]
         after = page[-1][0]
     assert found == letters
+
+
+def test_an_unreadable_dead_letter_still_is_one_so_that_its_run_can_end(queue: Queue) -> None:
+    queue.send(queue.run(), b"", dead=[letter(0)])
     queue.client.xadd(queue.keys.dead("r"), {"other": "field"})
-    with pytest.raises(CodecError):
-        queue.registry.dead_letters("r")
+    (_, good), (_, bad) = queue.registry.dead_letters("r")
+    assert good == letter(0)
+    assert (bad.ordinal, bad.code) == (-1, DocumentErrorCode.UNREADABLE_ERROR)
+
+
+def test_dead_letters_count_as_backlog_and_hold_back_a_producer(queue: Queue) -> None:
+    spec = queue.run()
+    size = len(letter(0).encode())
+    assert queue.send(spec, b"", dead=[letter(0)], max_backlog_bytes=size).outcome is EnqueueOutcome.OK
+    refused = queue.send(spec, b"", dead=[letter(1)], max_backlog_bytes=size)
+    assert refused.outcome is EnqueueOutcome.FULL
+    assert queue.registry.state("r").dead_letters == 1
+
+
+def test_a_run_of_a_newer_version_does_not_hide_the_others(queue: Queue) -> None:
+    queue.run("old")
+    queue.run("new")
+    queue.client.hset(queue.keys.run("new"), "spec", b'{"version": 99}')
+    assert [state.spec.run for state in queue.registry.runs()] == ["old"]
 
 
 def test_restore_counts_what_the_dataset_proves_and_drops_the_rest(queue: Queue) -> None:

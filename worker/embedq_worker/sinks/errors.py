@@ -43,7 +43,8 @@ def drain(client: redis.Redis, registry: Registry, keys: Keys, dataset: Dataset,
             write_durably(dataset.errors / f"part-{first}-{last}.jsonl", rows)
     fault_point("drain.written")
     ids = [entry_id for entry_id, _ in page]
-    scripts.call(client, "drain", [keys.dead(run), run_key], [span, *ids], allow_oom=True)
+    dead = keys.dead(run)
+    scripts.call(client, "drain", [dead, run_key, keys.bytes], [span, keys.suffix(dead), *ids], allow_oom=True)
     fault_point("drain.dropped")
     return len(page)
 
