@@ -5,7 +5,7 @@ writes a Parquet dataset: producer, tokenizer, embedder and server as separate p
 commits, fsync and verification. The clock runs from the first byte of the corpus to `_SUCCESS`; loading does not count.
 In the same run Hugging Face `tokenizers` alone tokenizes a sample of the corpus, with all cores, for comparison.
 
-    python benchmarks/pipeline.py CORPUS.jsonl --tokenizer tokenizer.json [--repeat 3] [--dimension 256]
+    python benchmarks/pipeline.py [CORPUS.jsonl] [--tokenizer tokenizer.json] [--repeat 3] [--dimension 256]
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -35,6 +34,8 @@ from embedq_worker.settings import WorkerSettings
 from embedq_worker.sinks.finish import finish_run
 from embedq_worker.supervisor import Supervisor, plan_slots
 
+from embedq.demo import write_corpus
+
 
 def produce(url: str, spec_json: bytes, corpus: str, go: object) -> None:
     """The producer's process."""
@@ -49,8 +50,8 @@ def produce(url: str, spec_json: bytes, corpus: str, go: object) -> None:
         time.sleep(0.05)
 
 
-def once(corpus: Path, checkpoint: Path, dimension: int, budget: int, embedders: int) -> dict[str, float]:
-    """One run; returns wall seconds, counts, and CPU seconds by process."""
+def once(corpus: Path, checkpoint: Path, budget: int) -> dict[str, float]:
+    """One run; returns wall seconds, counts, CPU seconds and resident MiB by process."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder, "state")) as server:
         out = Path(folder, "out")
         keys = Keys("bench")
@@ -59,7 +60,7 @@ def once(corpus: Path, checkpoint: Path, dimension: int, budget: int, embedders:
         broker = BrokerSettings(redis_url=server.url, queue="bench")
         worker = WorkerSettings(model=str(checkpoint), output_roots=(Path(folder),))
         engine = EngineSettings(kind="null", max_batch_tokens=budget)
-        slots = plan_slots(tokenizers=1, embedders=embedders, gpus=(), engine=engine)
+        slots = plan_slots(tokenizers=1, embedders=1, gpus=(), engine=engine)
         supervisor = Supervisor(slots, broker, worker, ends_on_infrastructure=True, log_level="WARNING")
         spec = RunSpec(run="bench", queue="bench", sink=ParquetSink(path=str(out)), created_at=time.time())
         registry.create(spec)
@@ -87,6 +88,7 @@ def once(corpus: Path, checkpoint: Path, dimension: int, budget: int, embedders:
             used = {f"cpu_{name}": cpu(process) - before[name] for name, process in processes.items()}
             memory = {f"rss_{name}": process.memory_info().rss / 2**20 for name, process in processes.items()}
             peak = float(client.info("memory")["used_memory_peak"]) / 2**20
+            protocol = protocol_seconds(client.info("commandstats"))
             state = registry.state(spec.run)
             assert (out / "_SUCCESS").exists(), state
             go.set()
@@ -96,7 +98,15 @@ def once(corpus: Path, checkpoint: Path, dimension: int, budget: int, embedders:
             producer.join()
         c = state.counters
         assert c.failed == 0, c
-        return {"wall": wall, "documents": c.input, "tokens": c.tokens, "server_peak_mib": peak, **used, **memory}
+        counts = {"documents": c.input, "tokens": c.tokens, "server_peak_mib": peak, "protocol_s": protocol}
+        return {"wall": wall, **counts, **used, **memory}
+
+
+def protocol_seconds(stats: dict[str, dict[str, float]]) -> float:
+    """Server time of all scripts, less that of the stream commands any queue would need: add, acknowledge, delete."""
+    seconds = {name.removeprefix("cmdstat_"): value["usec"] / 1e6 for name, value in stats.items()}
+    bare = sum(seconds.get(name, 0.0) for name in ("xadd", "xack", "xdel"))
+    return sum(seconds.get(name, 0.0) for name in ("evalsha", "eval")) - bare
 
 
 def cpu(process: psutil.Process) -> float:
@@ -104,8 +114,8 @@ def cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def reference_rate(corpus: Path, tokenizer_file: Path, every: int) -> tuple[float, float]:
-    """(tokens/s, documents/s) of Hugging Face `tokenizers` alone on every n-th document, all cores."""
+def reference_rate(corpus: Path, tokenizer_file: Path, every: int) -> float:
+    """Tokens/s of Hugging Face `tokenizers` alone on every n-th document, all cores, called as transformers does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from tokenizers import Tokenizer
 
@@ -115,43 +125,56 @@ def reference_rate(corpus: Path, tokenizer_file: Path, every: int) -> tuple[floa
     started = time.perf_counter()
     tokens = 0
     for start in range(0, len(texts), 1024):
-        tokens += sum(len(encoding) for encoding in tokenizer.encode_batch_fast(texts[start : start + 1024]))
+        tokens += sum(len(encoding) for encoding in tokenizer.encode_batch(texts[start : start + 1024]))
     seconds = time.perf_counter() - started
-    return tokens / seconds, len(texts) / seconds
+    return tokens / seconds
+
+
+def report(runs: list[dict[str, float]], references: list[float]) -> None:
+    """Medians of all runs; ratios are taken within each run."""
+    median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    wall, documents = median["wall"], median["documents"]
+    rates = [run["tokens"] / run["wall"] for run in runs]
+    ratio = statistics.median(rate / alone for rate, alone in zip(rates, references, strict=True))
+    print(f"{documents:,.0f} documents, {median['tokens']:,.0f} tokens, {wall:.2f} s: medians of {len(runs)} runs")
+    print(f"embedq pipeline  {statistics.median(rates):12,.0f} tokens/s {documents / wall:10,.0f} documents/s")
+    print(f"tokenizers alone {statistics.median(references):12,.0f} tokens/s; the pipeline is {ratio:.1f}x as fast")
+    total = sum(value for name, value in median.items() if name.startswith("cpu_"))
+    for name in ("producer", "tokenizer", "embedder", "server"):
+        used = median[f"cpu_{name}"]
+        print(f"  {name:10} {used:6.2f} CPU s {used / total:6.0%} {median[f'rss_{name}']:8.0f} MiB resident")
+    print(f"  {'all':10} {total:6.2f} CPU s, {total / wall:.2f} cores busy")
+    allowed = BrokerSettings().max_backlog_bytes >> 20
+    print(f"server memory peak {median['server_peak_mib']:.0f} MiB; the backlog may take {allowed} MiB")
+    extra = median["protocol_s"]
+    print(
+        f"tokens, leases, atomic commits: {extra:.3f} s of server time beyond bare stream commands, {extra / wall:.1%}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, such as Qwen3's")
+    parser.add_argument("corpus", type=Path, nargs="?", help="JSONL; default: the standard library's docstrings")
+    parser.add_argument("--tokenizer", type=Path, help="such as Qwen3's tokenizer.json; default: a small generated one")
     parser.add_argument("--dimension", type=int, default=256)
     parser.add_argument("--budget", type=int, default=16384, help="tokens per batch")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--sample", type=int, default=8, help="the reference tokenizes every n-th document")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        corpus = args.corpus or Path(folder, "docstrings.jsonl")
+        if args.corpus is None:
+            write_corpus(corpus)
         checkpoint = generate_checkpoint(
             Path(folder, "model"), hidden_size=args.dimension, layers=1, dtype="bfloat16", tokenizer_json=args.tokenizer
         )
         runs, references = [], []
-        measure: Callable[[], dict[str, float]] = lambda: once(args.corpus, checkpoint, args.dimension, args.budget, 1)  # noqa: E731
         for _ in range(args.repeat):
-            runs.append(measure())
-            references.append(reference_rate(args.corpus, args.tokenizer, args.sample))
-            r = runs[-1]
-            print(f"  {r['wall']:.2f} s, {r['tokens'] / r['wall']:,.0f} tokens/s; tokenizers alone {references[-1][0]:,.0f} tokens/s", flush=True)
-    median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    tokens_s, documents_s = median["tokens"] / median["wall"], median["documents"] / median["wall"]
-    reference = statistics.median(rate for rate, _ in references)
-    ratio = statistics.median(run["tokens"] / run["wall"] / rate for run, (rate, _) in zip(runs, references, strict=True))
-    print(f"documents {median['documents']:,.0f}, tokens {median['tokens']:,.0f}, wall {median['wall']:.2f} s (median of {len(runs)})")
-    print(f"embedq pipeline      {tokens_s:12,.0f} tokens/s {documents_s:10,.0f} documents/s")
-    print(f"tokenizers alone     {reference:12,.0f} tokens/s; the whole pipeline is {ratio:.1f}x as fast (median of ratios)")
-    total = sum(value for name, value in median.items() if name.startswith("cpu_"))
-    for name in ("producer", "tokenizer", "embedder", "server"):
-        seconds = median[f"cpu_{name}"]
-        print(f"  {name:10} {seconds:5.2f} CPU s  {seconds / total:4.0%}   {median[f'rss_{name}']:6.0f} MiB resident")
-    print(f"  all        {total:5.2f} CPU s, {total / median['wall']:.2f} cores busy; server peak {median['server_peak_mib']:.0f} MiB")
+            runs.append(once(corpus, checkpoint, args.budget))
+            references.append(reference_rate(corpus, checkpoint / "tokenizer.json", args.sample))
+            rate = runs[-1]["tokens"] / runs[-1]["wall"]
+            print(f"  {runs[-1]['wall']:.2f} s, {rate:,.0f} tokens/s; alone {references[-1]:,.0f} tokens/s", flush=True)
+    report(runs, references)
 
 
 if __name__ == "__main__":
