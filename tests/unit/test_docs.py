@@ -1,0 +1,38 @@
+"""The documentation names what exists: error codes, commands, files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import embedq_worker.supervisor  # noqa: F401  its error is part of the tree
+import pytest
+import typer
+from embedq_schemas.errors import DocumentErrorCode, EmbedqError
+
+from embedq.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def leaves(base: type[EmbedqError]) -> set[str]:
+    return {base.code}.union(*(leaves(sub) for sub in base.__subclasses__()))
+
+
+def test_every_error_code_is_documented_and_every_documented_code_exists() -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    codes = set(re.findall(r"^\| `([a-z_0-9]+)` \|", page, re.MULTILINE))
+    assert codes == leaves(EmbedqError) | {code.value for code in DocumentErrorCode}
+
+
+def test_every_command_is_documented() -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        assert f"`embedq {name}" in page, f"docs/cli.md does not mention embedq {name}"
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md")), ids=lambda p: p.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
