@@ -221,7 +221,7 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
         print("sentence-transformers: not measured (--no-sentence-transformers)")
     else:
         reference = SentenceTransformers(path, usable_cores())
-        sample = documents[:: max(1, len(documents) // 40)]
+        sample = documents[:: max(1, len(documents) // 16)]
         reference.run(sample[:2], 1)
         trials = {size: reference.run(sample, size)[0] for size in (1, 2, 4, 8)}
         best = min(trials, key=lambda size: trials[size])

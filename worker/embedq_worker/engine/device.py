@@ -85,7 +85,7 @@ def usable_cores() -> int:
 
 
 def choose_product_threads(cores: int, dtype: torch.dtype) -> int:
-    """Threads for matrix products: all cores, or half of them where that is faster, as measured here (about 0.2 s).
+    """Threads for matrix products: all cores, or half of them where that is faster, as measured in half a second.
 
     Virtual machines often show two hyperthreads of one core as two cores; both then share one matrix unit.
     """
@@ -94,7 +94,7 @@ def choose_product_threads(cores: int, dtype: torch.dtype) -> int:
     x, weight = torch.ones(2048, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
     best: dict[int, float] = {}
     with torch.inference_mode():
-        for _ in range(5):
+        for _ in range(9):  # the best of several: other processes only ever make it slower
             for count in (cores, cores // 2):
                 torch.set_num_threads(count)
                 start = time.perf_counter()
