@@ -25,18 +25,16 @@ from embedq_broker.liveness import bind_model
 from embedq_broker.registry import Registry
 from embedq_producer.corpus import corpus_identity
 from embedq_producer.feed import Stopped, feed
-from embedq_producer.ordinals import OrdinalSet
 from embedq_schemas.errors import (
-    EmbedqError,
     InputError,
     OutputError,
     RunConflictError,
     RunIncompleteError,
+    RunNotFoundError,
     StorageError,
     UsageError,
 )
-from embedq_schemas.manifest import read_manifest
-from embedq_schemas.run import ParquetSink, RunCounters, RunSpec, RunState, RunStatus
+from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embedder_process import model_facts
 from embedq_worker.sinks.dataset import (
@@ -48,12 +46,12 @@ from embedq_worker.sinks.dataset import (
     require_free,
     require_writable,
 )
-from embedq_worker.sinks.errors import read_errors
 from embedq_worker.sinks.finish import finish_run
 from embedq_worker.supervisor import Slot, Supervisor, plan_slots
 
 from embedq.directory import finished_state
 from embedq.options import RunOptions, usage_errors
+from embedq.recover import reconcile, release_the_dead
 
 EXIT_FAILED_DOCUMENTS = 3
 _LEFT_BY_A_FAILED_START = frozenset({STATE_NAME, STAGING_NAME, ERRORS_NAME})
@@ -152,9 +150,9 @@ def _drive(
     client = connect(url, role="run")
     keys = Keys(options.queue)
     registry = Registry(client, keys)
-    done = OrdinalSet()
+    done = reconcile(registry, dataset, spec, on_note, alone=server is not None)
     if server is not None:
-        done = reconcile(registry, dataset, spec, on_note)
+        release_the_dead(client, keys, options.broker(url))
     spec = registry.create(spec)
     broker = options.broker(url)
     roots = (dataset.path,)
@@ -195,6 +193,10 @@ def _drive(
             if server is not None:
                 server.check()
             time.sleep(0.01 if state.status is RunStatus.FINALIZING else _POLL_S)
+    except RunNotFoundError:
+        raise RunIncompleteError(
+            f"the server lost run {spec.run}, as after FLUSHALL; the same command resumes from {dataset.path}"
+        ) from None
     finally:
         halt.set()
         supervisor.drain()
@@ -249,46 +251,6 @@ class _Feeder:
             self._work()
         except BaseException as error:  # the watching thread must hear of it, whatever it is
             self._failure = error
-
-
-def reconcile(
-    registry: Registry, dataset: Dataset, spec: RunSpec, on_note: Callable[[str], None] = lambda _: None
-) -> OrdinalSet:
-    """Compare the registry with the dataset; where the server lost acknowledged work, believe the dataset.
-
-    A server that lost the end of its append-only file, or all of it, would embed again what the dataset already
-    holds. Then the run is registered anew with the outcomes that files prove, and its producer starts from the
-    beginning, leaving those documents out. For a queue that serves this run alone.
-
-    Returns:
-        Ordinals whose outcome is settled by the dataset; empty where the registry is up to date.
-    """
-    files = read_manifest(dataset.path)
-    errors = {letter.ordinal: letter for letter in read_errors(dataset)}
-    try:
-        state = registry.state(spec.run)
-    except EmbedqError:
-        state = None
-    known_files = state.published_files if state else 0
-    known_failed = state.counters.failed - state.dead_letters if state else 0
-    if known_files >= len(files) and known_failed >= len(errors):
-        return OrdinalSet()
-    for part in dataset.path.glob("part-*.parquet"):
-        if part.stem.removeprefix("part-") not in files:
-            # Named but never entered in the manifest: its documents are sent again.
-            part.unlink()
-    ordinals = [pair for file in files.values() for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True)]
-    held = OrdinalSet(ordinals)
-    # A document may have failed and, in a part of history the server lost, succeeded: its vector counts.
-    failed = [ordinal for ordinal in errors if ordinal >= 0 and ordinal not in held]
-    counters = RunCounters(
-        succeeded=sum(file.rows for file in files.values()),
-        failed=len(failed),
-        tokens=sum(file.tokens for file in files.values()),
-    )
-    registry.restore(spec, counters, files=len(files))
-    on_note(f"the server had lost work that {dataset.path} holds: {counters.settled} documents are taken from there")
-    return OrdinalSet([*ordinals, *((ordinal, ordinal) for ordinal in failed)])
 
 
 def _check_paths(corpus: Path, dataset: Dataset) -> None:

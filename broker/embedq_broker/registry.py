@@ -17,7 +17,7 @@ from embedq_schemas.names import LANES, SCHEMA_VERSION
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
 from embedq_broker import scripts
-from embedq_broker.commit import check_durability
+from embedq_broker.commit import CommitRecord, check_durability, unpublished
 from embedq_broker.consume import MAX_ENTRY_DOCUMENTS, Stage
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys, check_run_id
@@ -120,15 +120,19 @@ class Registry:
         fault_point("produce.enqueue.after")
         return Enqueued(EnqueueOutcome(text(reply[0])), text(reply[1]) if len(reply) > 1 else "")
 
-    def restore(self, spec: RunSpec, counters: RunCounters, *, files: int) -> None:
+    def unpublished(self, run: str) -> list[CommitRecord]:
+        """Files of the run that are committed and may not have their final name yet."""
+        return [record for record in unpublished(self._client, self.keys) if record.file.run == run]
+
+    def restore(self, spec: RunSpec, counters: RunCounters, *, files: int, drop_streams: bool = True) -> None:
         """Register `spec` anew with outcomes that its dataset proves, forgetting whatever the queue holds of it.
 
-        For a queue that serves this run alone, and no worker at the moment: streams are dropped whole.
+        With `drop_streams` the queue's streams are dropped whole: for one that serves this run alone, and no worker
+        at the moment.
         """
         streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
-        self._client.delete(
-            self.keys.run(spec.run), self.keys.dead(spec.run), self.keys.commits, self.keys.bytes, *streams
-        )
+        dropped = [self.keys.commits, self.keys.bytes, *streams] if drop_streams else []
+        self._client.delete(self.keys.run(spec.run), self.keys.dead(spec.run), *dropped)
         self.create(spec)
         fields: dict[Any, Any] = {"committed_files": files, "published_files": files}
         fields |= {name: getattr(counters, name) for name in ("succeeded", "failed", "skipped", "tokens")}
@@ -185,6 +189,10 @@ class Registry:
         """Ask for cancellation: what is not yet computed is skipped. Returns the status after the call."""
         open_states = (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
         return self.transition(check_run_id(run), RunStatus.CANCELLING, open_states)[1]
+
+    def streams_empty(self) -> bool:
+        """Whether no job and no token batch is in the queue."""
+        return not any(self._client.xlen(stage.stream(self.keys, lane)) for stage in Stage for lane in LANES)
 
     def missing(self, run: str) -> int:
         """Documents of the run that have no outcome although the queue is empty and its input closed: they are lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,9 +21,15 @@ from embedq_producer.jsonl import read_jsonl
 from embedq_producer.ordinals import NOTHING_DONE, OrdinalSet
 from embedq_producer.position import START, Position
 
+log = logging.getLogger(__name__)
+
 _FIRST_WAIT_S = 0.002
 _MOST_WAIT_S = 0.25
 _LONG_WAIT_S = 2.0
+
+
+class _RolledBackError(Exception):
+    """The server's record of the position lies before the one it had acknowledged."""
 
 
 class Stopped(Exception):
@@ -62,14 +69,46 @@ def feed(
         Stopped: the run takes no more input.
         RunNotFoundError: the registry lost the run.
     """
-    state = registry.state(spec.run)
-    if state.input_closed:
-        return
-    if state.status not in (RunStatus.VALIDATING, RunStatus.IN_PROGRESS):
-        raise Stopped(state.status)
-    recorded = state.position or ""
-    position = Position.from_json(recorded) if recorded else START
     on_full = _once(on_full)
+    while True:
+        state = registry.state(spec.run)
+        if state.input_closed:
+            return
+        if state.status not in (RunStatus.VALIDATING, RunStatus.IN_PROGRESS):
+            raise Stopped(state.status)
+        try:
+            _feed_from(
+                registry,
+                spec,
+                corpus,
+                options,
+                settings,
+                state.position or "",
+                skip_duplicate_ids,
+                done,
+                stopping,
+                on_full,
+            )
+        except _RolledBackError:
+            # A server that lost the end of its history lost these jobs and this position together: they go out again.
+            log.warning("the server of run %s lost acknowledged jobs; they are sent again", spec.run)
+            continue
+        return
+
+
+def _feed_from(
+    registry: Registry,
+    spec: RunSpec,
+    corpus: Path,
+    options: ReadOptions,
+    settings: BrokerSettings,
+    recorded: str,
+    skip_duplicate_ids: bool,
+    done: OrdinalSet,
+    stopping: Callable[[], bool],
+    on_full: Callable[[str], None],
+) -> None:
+    position = Position.from_json(recorded) if recorded else START
     for block in read_jsonl(corpus, options=options, start=position):
         if stopping():
             return
@@ -83,6 +122,7 @@ def feed(
         registry.enqueue(
             spec, expected=recorded, position=recorded, max_backlog_bytes=settings.max_backlog_bytes, close=True
         ),
+        recorded,
     )
 
 
@@ -130,7 +170,7 @@ def _send(
             dead=dead,
         )
         if sent.outcome is not EnqueueOutcome.FULL:
-            _check(spec, sent)
+            _check(spec, sent, expected)
             return position
         if stopping():
             return ""
@@ -138,6 +178,10 @@ def _send(
             on_full(f"the queue is full ({_fullness(sent.detail)}); waiting until workers have taken some of it")
         time.sleep(wait_s)
         wait_s = min(wait_s * 2, _MOST_WAIT_S)
+
+
+def _offset(recorded: str) -> int:
+    return Position.from_json(recorded).byte_offset if recorded else 0
 
 
 def _fullness(detail: str) -> str:
@@ -155,8 +199,10 @@ def _once(tell: Callable[[str], None]) -> Callable[[str], None]:
     return tell_once
 
 
-def _check(spec: RunSpec, sent: Enqueued) -> None:
+def _check(spec: RunSpec, sent: Enqueued, expected: str) -> None:
     if sent.outcome is EnqueueOutcome.FENCED:
+        if _offset(sent.detail) < _offset(expected):
+            raise _RolledBackError
         raise RunConflictError(f"another producer is feeding run {spec.run}")
     if sent.outcome is EnqueueOutcome.STOPPED:
         raise Stopped(sent.detail)

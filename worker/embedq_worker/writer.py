@@ -31,7 +31,7 @@ from embedq_worker.keeper import Progress
 from embedq_worker.runs import RunCache
 from embedq_worker.sinks.dataset import Dataset, open_dataset
 from embedq_worker.sinks.parquet import stage
-from embedq_worker.sinks.publish import publish
+from embedq_worker.sinks.publish import CommittedFileError, publish
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -284,6 +284,8 @@ class Writer:
         while True:
             try:
                 return attempt()
+            except CommittedFileError:
+                raise
             except StorageError as error:
                 if self._draining.is_set() or time.monotonic() - started >= self._storage_patience_s:
                     raise

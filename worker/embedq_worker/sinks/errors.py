@@ -6,7 +6,8 @@ letters it holds, and the range is written down before the part: a repeated move
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Collection, Iterator
 
 import redis
 from embedq_broker import scripts
@@ -57,6 +58,32 @@ def read_errors(dataset: Dataset) -> Iterator[DeadLetter]:
         with part.open("rb") as lines:
             for line in lines:
                 yield DeadLetter.decode(line)
+
+
+def keep_errors(dataset: Dataset, ordinals: Collection[int]) -> None:
+    """Keep one error row for each of `ordinals` and drop the others.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    letters = list(read_errors(dataset))
+    kept = {letter.ordinal: letter for letter in letters if letter.ordinal in ordinals}
+    if len(kept) == len(letters):
+        return
+    old = list(dataset.errors.glob("part-*.jsonl"))
+    with storage_errors(f"write errors into {dataset.errors}"):
+        if kept:
+            rows = b"".join(letter.encode() + b"\n" for letter in kept.values())
+            write_durably(dataset.errors / f"part-{uuid.uuid4().hex}.jsonl", rows)
+        for part in old:
+            part.unlink(missing_ok=True)
+
+
+def keep_one_error_each(dataset: Dataset, failed: int) -> None:
+    """Drop repeated error rows of a document, where there are more rows than the `failed` documents counted."""
+    ordinals = [letter.ordinal for letter in read_errors(dataset)]
+    if len(ordinals) > failed and min(ordinals) >= 0:
+        keep_errors(dataset, set(ordinals))
 
 
 def _order(entry_id: str) -> tuple[int, int]:

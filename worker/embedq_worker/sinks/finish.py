@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import redis
@@ -14,17 +15,19 @@ from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import exclusive
 from embedq_broker.registry import Registry
-from embedq_schemas.errors import EmbedqError
-from embedq_schemas.manifest import read_manifest
+from embedq_schemas.errors import EmbedqError, RunNotFoundError
+from embedq_schemas.manifest import PublishedFile, read_manifest
 from embedq_schemas.run import RunState, RunStatus
 
 from embedq_worker.sinks.dataset import Dataset, open_dataset
-from embedq_worker.sinks.errors import drain
+from embedq_worker.sinks.errors import drain, keep_one_error_each
 from embedq_worker.sinks.files import storage_errors, write_durably
-from embedq_worker.sinks.publish import publish
+from embedq_worker.sinks.publish import CommittedFileError, publish
+from embedq_worker.sinks.repair import withdraw
 
 log = logging.getLogger(__name__)
 
+_GONE_LEASES = 10
 _LOCK_MS = 3_000
 """A process killed while it finishes a run delays the next one by this much."""
 
@@ -59,13 +62,16 @@ def finish_run(client: redis.Redis, keys: Keys, run: str, roots: Sequence[Path])
         state = registry.state(run)
         if state.committed_files != state.published_files or state.dead_letters:
             return False
-        return _complete(registry, dataset, state)
+        return _complete(client, keys, registry, dataset, state)
 
 
-def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
+def _complete(client: redis.Redis, keys: Keys, registry: Registry, dataset: Dataset, state: RunState) -> bool:
     run, counters = state.spec.run, state.counters
     files = [file for file in read_manifest(dataset.path).values() if file.run == run]
     rows = sum(file.rows for file in files)
+    if rows > counters.succeeded:
+        files = _withdraw_strangers(client, keys, dataset, files, counters.succeeded)
+        rows = sum(file.rows for file in files)
     missing = [file.name for file in files if not (dataset.path / file.name).exists()]
     if rows != counters.succeeded or missing:
         error = (
@@ -81,6 +87,11 @@ def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
     with storage_errors(f"finish {dataset.path}"):
         dataset.path.mkdir(parents=True, exist_ok=True)
         dataset.prepare(state.spec)
+        # A server that lost the end of its history may have had letters written down twice.
+        keep_one_error_each(dataset, counters.failed)
+        for part in dataset.path.glob("part-*.parquet"):
+            if part.stem.removeprefix("part-") not in {file.token for file in files}:
+                part.unlink(missing_ok=True)
         for leftover in dataset.staging.glob("*.tmp"):
             # Every commit of this run is published: what is staged here was never committed.
             leftover.unlink(missing_ok=True)
@@ -103,6 +114,42 @@ def _complete(registry: Registry, dataset: Dataset, state: RunState) -> bool:
     return True
 
 
+def _withdraw_strangers(
+    client: redis.Redis, keys: Keys, dataset: Dataset, files: list[PublishedFile], succeeded: int
+) -> list[PublishedFile]:
+    """Take out files of commits the server has lost, if without them the rows are exactly those it counted.
+
+    A server that lost acknowledged work (its append-only file was cut, a lagging replica took over) had their documents
+    computed again; both copies are the same rows.
+    """
+    strangers = [file for file in files if not client.exists(keys.token(file.token))]
+    kept = [file for file in files if file not in strangers]
+    if not strangers or sum(file.rows for file in kept) != succeeded:
+        return files
+    log.warning("%d files of %s belong to commits the server lost; they are withdrawn", len(strangers), dataset.path)
+    withdraw(dataset, {file.token for file in strangers})
+    return kept
+
+
+def _fail(registry: Registry, run: str, error: str) -> None:
+    with suppress(RunNotFoundError):
+        moved, _ = registry.transition(run, RunStatus.FAILED, [s for s in RunStatus if not s.terminal], error=error)
+        if moved:
+            log.error("run %s failed: %s", run, error)
+
+
+def _fail_stranded(registry: Registry) -> None:
+    """Say so where documents got lost outside of the protocol: such a run would wait for ever."""
+    if not registry.streams_empty():
+        return
+    for state in registry.runs():
+        if state.status.terminal or not state.input_closed or state.settled:
+            continue
+        if missing := registry.missing(state.spec.run):
+            text = f"{missing} documents are in no stream any more: removed by hand, or lost by the server"
+            _fail(registry, state.spec.run, text)
+
+
 def sweep_runs(client: redis.Redis, keys: Keys, roots: Sequence[Path], *, older_than_ms: int) -> None:
     """Housekeeping of all runs of the queue: publish what dead workers left, finish what is settled."""
     registry = Registry(client, keys)
@@ -115,6 +162,10 @@ def sweep_runs(client: redis.Redis, keys: Keys, roots: Sequence[Path], *, older_
                 publish(client, keys, open_dataset(record.dataset, roots), record, replay=True)
             except EmbedqError as error:
                 log.warning("cannot publish a file of run %s: %s", record.file.run, error)
+                # Another machine may see the directory late; what is still gone much later is gone.
+                if isinstance(error, CommittedFileError) and now_ms - record.age_base_ms > _GONE_LEASES * older_than_ms:
+                    _fail(registry, record.file.run, str(error))
+    _fail_stranded(registry)
     for run in registry.open_datasets():
         try:
             finish_run(client, keys, run, roots)

@@ -75,6 +75,17 @@ def verify(path: Path, rows: int) -> None:
         raise StorageError(f"{path} reads back with {found} rows, {rows} were written")
 
 
+def verify_content(path: Path, rows: int) -> None:
+    """Read the whole file, with its page checksums; raises StorageError unless everything is as it was written."""
+    verify(path, rows)
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for group in range(file.num_row_groups):
+                file.read_row_group(group)
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"{path} is damaged: {str(error)[:200]}") from None
+
+
 def ranges(ordinals: NDArray[np.int64]) -> tuple[int, ...]:
     """Inclusive ranges covering `ordinals` exactly, flattened: first, last, first, last, ..."""
     values = np.unique(ordinals)
@@ -92,6 +103,7 @@ def _writer_options(schema: pa.Schema) -> dict[str, object]:
     return {
         "compression": {_leaf(name): "NONE" if name in plain else "ZSTD" for name in schema.names},
         "use_dictionary": others,
+        "write_page_checksum": True,
         "write_statistics": ["id", "ordinal", "n_tokens"],
     }
 

@@ -1,0 +1,123 @@
+"""What an earlier `embedq run`, however it ended, left behind: work the server forgot, files that are gone, and leases
+nobody holds.
+
+A server that lost the end of its append-only file would embed again what files already hold; a file that was removed
+or damaged would be missed for good. Either way the intact files are the truth: the run is registered anew with the
+outcomes they prove, and its producer starts from the beginning, leaving those documents out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import redis
+from embedq_broker.consume import Stage, release_consumer
+from embedq_broker.keys import Keys
+from embedq_broker.liveness import bury, heartbeats
+from embedq_broker.registry import Registry
+from embedq_broker.settings import BrokerSettings
+from embedq_producer.ordinals import OrdinalSet
+from embedq_schemas.errors import RunNotFoundError
+from embedq_schemas.manifest import PublishedFile, read_manifest
+from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
+from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.errors import keep_errors, read_errors
+from embedq_worker.sinks.repair import intact, withdraw
+
+
+def release_the_dead(client: redis.Redis, keys: Keys, settings: BrokerSettings) -> None:
+    """Give back, at once instead of after the lease time, what killed processes held.
+
+    For a queue whose server has just started and serves this run alone: whoever is on record there is dead.
+    """
+    for beat in heartbeats(client, keys):
+        stage = Stage.TOKENIZE if beat.role == "tokenizer" else Stage.EMBED
+        release_consumer(client, keys, stage, beat.consumer, lease_ms=settings.lease_ms)
+        bury(client, keys, beat.consumer)
+
+
+def reconcile(
+    registry: Registry,
+    dataset: Dataset,
+    spec: RunSpec,
+    on_note: Callable[[str], None] = lambda _: None,
+    *,
+    alone: bool = True,
+) -> OrdinalSet:
+    """Make registry and dataset agree before a run goes on. No worker may be writing into the dataset.
+
+    Args:
+        alone: the queue serves this run only, so that its streams may be dropped. Otherwise only a run that the
+            registry has lost whole is taken up from its dataset.
+
+    Returns:
+        Ordinals whose outcome the dataset settles; empty where the registry is up to date.
+    """
+    try:
+        state = registry.state(spec.run)
+    except RunNotFoundError:
+        state = None
+    if state is not None and not alone:
+        return OrdinalSet()
+    files = read_manifest(dataset.path)
+    letters = list(read_errors(dataset))
+    committed = {record.file.token: record.file for record in registry.unpublished(spec.run)} if state else {}
+    broken = {token for token, file in files.items() if not intact(dataset.path / file.name, file)}
+    reason = _reason(registry, dataset, state, files, len(letters), committed, broken)
+    if reason is None:
+        _drop_strangers(dataset, {*files, *committed})
+        return OrdinalSet()
+    withdraw(dataset, broken)
+    files = {token: file for token, file in files.items() if token not in broken}
+    # Named but never listed, or committed but never named: those documents are sent again.
+    _drop_strangers(dataset, set(files))
+    pairs = [pair for file in files.values() for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True)]
+    held = OrdinalSet(pairs)
+    # A document may have failed and, in a part of history the server lost, succeeded: its vector counts.
+    failed = {letter.ordinal for letter in letters if letter.ordinal >= 0 and letter.ordinal not in held}
+    keep_errors(dataset, failed)
+    counters = RunCounters(
+        succeeded=sum(file.rows for file in files.values()),
+        failed=len(failed),
+        tokens=sum(file.tokens for file in files.values()),
+    )
+    if state is not None or files or failed:
+        registry.restore(spec, counters, files=len(files), drop_streams=alone)
+        on_note(f"{reason}: {counters.settled} documents are taken from {dataset.path}, the others are sent again")
+    return OrdinalSet([*pairs, *((ordinal, ordinal) for ordinal in failed)])
+
+
+def _reason(
+    registry: Registry,
+    dataset: Dataset,
+    state: RunState | None,
+    files: dict[str, PublishedFile],
+    errors: int,
+    committed: dict[str, PublishedFile],
+    broken: set[str],
+) -> str | None:
+    """Why the registry cannot be gone on with; None where it can."""
+    if state is None:
+        return "the server does not know this run"
+    if broken:
+        return f"{len(broken)} files of the dataset are gone or damaged"
+    if state.published_files < len(files) or state.counters.failed - state.dead_letters != errors:
+        return "the server had lost work that the dataset holds"
+    gone = [
+        file
+        for file in committed.values()
+        if not intact(dataset.path / file.name, file) and not intact(dataset.path / file.staging_name, file)
+    ]
+    if gone:
+        return f"{len(gone)} committed files are gone or damaged"
+    if state.status is RunStatus.FAILED:
+        return f"the run had failed ({state.error})"
+    if missing := registry.missing(state.spec.run):
+        return f"{missing} documents are in no stream any more"
+    return None
+
+
+def _drop_strangers(dataset: Dataset, known: set[str]) -> None:
+    for part in dataset.path.glob("part-*.parquet"):
+        if part.stem.removeprefix("part-") not in known:
+            part.unlink(missing_ok=True)
