@@ -247,3 +247,11 @@ def test_the_generated_tokenizer_appends_the_end_token() -> None:
     assert ids[-1] == end
     assert ids[0] == tokenizer.token_to_id("the")
     assert tokenizer.decode(ids) == "the world of vectors, 12 好"
+
+
+def test_last_token_pooling_without_an_end_token_is_noted(model: Path) -> None:
+    from embedq_worker.engine.generate import small_tokenizer
+
+    assert not load_checkpoint(str(model)).notes
+    (model / "tokenizer.json").write_text(json.dumps(small_tokenizer()), "utf-8")
+    assert any("appends no end token" in note for note in load_checkpoint(str(model)).notes)

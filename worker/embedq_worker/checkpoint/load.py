@@ -66,6 +66,8 @@ def load_checkpoint(model: str, *, revision: str | None = None, **overrides: Any
         )
     max_length = _max_length(folder, root, config, overrides.get("max_length"))
     notes = list(modules.notes) + _notes(config, weights)
+    if pooling == "lasttoken" and b"TemplateProcessing" not in tokenizer_file.read_bytes():
+        notes.append("the tokenizer appends no end token, so the last token of the text itself is pooled")
     settings = {
         "model_type": model_type,
         "config": _relevant(config),
