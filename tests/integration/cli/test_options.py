@@ -16,8 +16,11 @@ from pydantic.fields import FieldInfo
 from embedq.cli import app
 from embedq.options import (
     ALL_OPTIONS,
+    BenchOptions,
     CancelOptions,
+    DoctorOptions,
     ErrorsOptions,
+    ModelOptions,
     Options,
     ProduceOptions,
     ResultsOptions,
@@ -35,9 +38,13 @@ COMMANDS: dict[str, type[Options]] = {
     "results": ResultsOptions,
     "errors": ErrorsOptions,
     "cancel": CancelOptions,
+    "model inspect": ModelOptions,
+    "doctor": DoctorOptions,
+    "bench": BenchOptions,
 }
 FIELDS = [(command, name) for command, options in COMMANDS.items() for name in options.model_fields]
-ARGUMENTS = {"run": ["c.jsonl"], "produce": ["c.jsonl"], "worker": [], "status": []}
+ARGUMENTS = {"run": "c.jsonl", "produce": "c.jsonl", "results": "some-run", "errors": "some-run", "cancel": "some-run"}
+"""What a command cannot do without."""
 
 
 def plain(annotation: Any) -> Iterator[Any]:
@@ -80,7 +87,11 @@ def example(field: FieldInfo, name: str) -> tuple[str, Any]:
 def given_by_flag(command: str, name: str, text: str) -> Options:
     flag = COMMANDS[command].flag(name).partition(",")[0]
     value = [flag] if bool in plain(COMMANDS[command].model_fields[name].annotation) else [flag, text]
-    parsed = GROUP.commands[command].make_context(command, [*ARGUMENTS.get(command, ["some-run"]), *value]).params
+    parser = GROUP
+    for word in command.split():
+        parser = parser.commands[word]
+    given = [ARGUMENTS[command]] if command in ARGUMENTS else []
+    parsed = parser.make_context(command, [*given, *value]).params
     return COMMANDS[command].load({name: parsed[name] for name in COMMANDS[command].model_fields})
 
 
@@ -117,7 +128,7 @@ def test_help_fits_80_columns_and_explains_every_flag(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = in_process(capsys, command, "--help")
+    shown = in_process(capsys, *command.split(), "--help")
     assert shown.status == 0
     assert max(map(len, shown.out.splitlines())) <= 80
     words = shown.out.replace(",", " ").split()
@@ -137,7 +148,7 @@ def test_the_command_alone_shows_every_command_whole(
     assert shown.status == 0
     assert "..." not in shown.out.partition("Commands:")[2]
     for command in COMMANDS:
-        assert f"\n  {command} " in shown.out
+        assert f"\n  {command.split()[0]} " in shown.out
     assert set(COMMANDS.values()) == set(ALL_OPTIONS)
 
 
