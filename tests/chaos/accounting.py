@@ -37,7 +37,7 @@ class Account:
 
 
 def write_corpus(path: Path, documents: int, *, prefix: str = "doc", bad_lines: int = 0, long_texts: int = 0) -> Corpus:
-    """Write a JSONL corpus with `bad_lines` that are no JSON and `long_texts` of a few hundred tokens among the rest."""
+    """Write a JSONL corpus with `bad_lines` that are no JSON and `long_texts` of a few hundred tokens."""
     texts: dict[str, str] = {}
     ids: list[str | None] = []
     with path.open("w") as out:

@@ -31,7 +31,14 @@ from embedq_worker.settings import ProcessConfig, WorkerSettings
 from redis.exceptions import RedisError
 
 Role = Literal["tokenizer", "embedder"]
-_PRELOAD = ["crew", "embedq_worker.tokenizer_process", "embedq_worker.embedder_process", "tokenizers", "gigatoken"]
+_PRELOAD = [
+    "crew",
+    "embedq_worker.tokenizer_process",
+    "embedq_worker.embedder_process",
+    "embedq_worker.engine.native",
+    "torch",
+    "tokenizers",
+]
 
 
 def fork_server() -> Any:
