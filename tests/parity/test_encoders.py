@@ -14,7 +14,7 @@ from embedq_schemas.errors import EngineError, ModelError
 from embedq_worker.checkpoint import load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
 from embedq_worker.engine.encoder import buckets
-from embedq_worker.engine.generate import _appending, _write_modules, small_tokenizer
+from embedq_worker.engine.generate import _appending, _write_modules, generate_checkpoint, small_tokenizer
 from embedq_worker.tokenization import TextTokenizer
 from reference import Reference, cosines
 
@@ -164,3 +164,24 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks encoder\.layer\.1\.output\.dense\.weight"):
         engine_of(path)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_qwen_through_the_second_engine_equals_the_first(tmp_path: Path, causal: bool) -> None:
+    path = generate_checkpoint(tmp_path / "m", causal=causal, pooling="mean")
+    checkpoint = load_checkpoint(str(path))
+    texts = PackedBatch.of([[3, 4, 5], [9] * 40, [7]])
+    options = {"device": "cpu", "dtype": "float32", "threads": 1, "max_batch_tokens": 512}
+    first = load_engine(checkpoint, EngineSettings(kind="native", **options)).encode(texts)
+    second = load_engine(checkpoint, EngineSettings(kind="transformers", **options)).encode(texts)
+    assert np.abs(first - second).max() <= 1e-5
+    flipped = load_checkpoint(str(path), causal=not causal)
+    other = load_engine(flipped, EngineSettings(kind="transformers", **options)).encode(texts)
+    assert np.abs(other - load_engine(flipped, EngineSettings(kind="native", **options)).encode(texts)).max() <= 1e-5
+    assert np.abs(other - first).max() > 1e-3
+
+
+def test_attention_of_other_models_cannot_be_overridden(tmp_path: Path) -> None:
+    path = make_encoder(tmp_path / "m", "bert")
+    with pytest.raises(ModelError, match="for Qwen2 and Qwen3 only; m is bert"):
+        load_checkpoint(str(path), causal=True)

@@ -20,8 +20,12 @@ _BIDIRECTIONAL = {"bidirectional_pplx_qwen3"}
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    """gte-Qwen2 and others say `is_causal: false` in config.json."""
-    return bool(config.get("is_causal", config.get("model_type") not in _BIDIRECTIONAL))
+    """gte-Qwen2 and others say `is_causal: false` in config.json; models that generate text are causal otherwise."""
+    if "is_causal" in config:
+        return bool(config["is_causal"])
+    if config.get("model_type") in FAMILIES:
+        return config["model_type"] not in _BIDIRECTIONAL
+    return any("CausalLM" in str(name) for name in config.get("architectures") or ())
 
 
 def read_decoder(config: Mapping[str, Any], *, causal: bool) -> DecoderConfig:

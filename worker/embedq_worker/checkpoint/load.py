@@ -45,7 +45,9 @@ def load_checkpoint(model: str, *, revision: str | None = None, **overrides: Any
     _refuse_config(config, model_id)
     model_type = str(config["model_type"])
     architecture: Architecture = FAMILIES.get(model_type, "other")
-    causal = bool(overrides.get("causal", is_causal(config) if architecture != "other" else False))
+    if architecture == "other" and "causal" in overrides:
+        raise ModelError(f"causal can be overridden for Qwen2 and Qwen3 only; {model_id} is {model_type}")
+    causal = bool(overrides.get("causal", is_causal(config)))
     decoder = read_decoder(config, causal=causal) if architecture != "other" else None
     weights = index_weights(root)
     for ref in weights.tensors.values():

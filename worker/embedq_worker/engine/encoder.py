@@ -123,14 +123,18 @@ def _select(batch: PackedBatch, rows: NDArray[np.intp]) -> PackedBatch:
 
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
+        config = AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True, trust_remote_code=False)
+        if checkpoint.decoder is not None:
+            config.is_causal = checkpoint.causal
         model, report = AutoModel.from_pretrained(
             str(checkpoint.path),
+            config=config,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
