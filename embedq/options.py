@@ -279,10 +279,10 @@ class _BrokerFields(ConnectOptions):
     max_backlog_bytes: int = Field(256 << 20, ge=1 << 20)
     max_ready_batches: int = Field(256, ge=1)
 
-    def broker(self, redis_url: str | None = None) -> BrokerSettings:
-        """For the broker; `redis_url` overrides."""
+    def broker(self, **overrides: str) -> BrokerSettings:
+        """For the broker; `redis_url` and `queue` may be overridden."""
         fields = {name: getattr(self, name) for name in BrokerSettings.model_fields}
-        return BrokerSettings(**fields | ({"redis_url": redis_url} if redis_url else {}))
+        return BrokerSettings(**fields | overrides)
 
 
 class _EngineFields(Options):

@@ -47,7 +47,7 @@ from embedq_worker.sinks.dataset import (
     require_writable,
 )
 from embedq_worker.sinks.finish import finish_run
-from embedq_worker.supervisor import Slot, Supervisor, plan_slots
+from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_slots
 
 from embedq.directory import finished_state
 from embedq.options import RunOptions, usage_errors
@@ -56,6 +56,8 @@ from embedq.recover import reconcile, release_the_dead
 EXIT_FAILED_DOCUMENTS = 3
 _LEFT_BY_A_FAILED_START = frozenset({STATE_NAME, STAGING_NAME, ERRORS_NAME})
 _POLL_S = 0.1
+_RESTARTS_WITHOUT_PROGRESS = 6
+"""Times `max_deliveries`: isolating one document that ends its process takes two rounds of deliveries."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def run_corpus(
     if options.redis_url is None:
         find_server_binary()
     else:
-        _check_queue(options.redis_url, Keys(options.queue), checkpoint, on_note)
+        queue = (owner if owner is not None and owner.same_request(wanted) else wanted).queue
+        _check_queue(options.redis_url, Keys(queue), checkpoint, on_note)
     spec = _claim(dataset, wanted)
     with ExitStack() as stack:
         stack.enter_context(_owned(dataset))
@@ -148,13 +151,13 @@ def _drive(
     on_note: Callable[[str], None],
 ) -> RunState:
     client = connect(url, role="run")
-    keys = Keys(options.queue)
+    keys = Keys(spec.queue)
     registry = Registry(client, keys)
+    broker = options.broker(redis_url=url, queue=spec.queue)
     done = reconcile(registry, dataset, spec, on_note, alone=server is not None)
     if server is not None:
-        release_the_dead(client, keys, options.broker(url))
+        release_the_dead(client, keys, broker)
     spec = registry.create(spec)
-    broker = options.broker(url)
     roots = (dataset.path,)
     supervisor = Supervisor(
         slots, broker, options.worker_settings(roots), ends_on_infrastructure=True, log_level=options.log_level
@@ -173,6 +176,7 @@ def _drive(
         )
     )
     started = time.monotonic()
+    patience = _Patience(most=_RESTARTS_WITHOUT_PROGRESS * broker.max_deliveries)
     try:
         supervisor.poll()
         feeder.start()
@@ -180,6 +184,9 @@ def _drive(
             state = registry.state(spec.run)
             on_progress(Snapshot(state, supervisor.ready, supervisor.restarts, time.monotonic() - started))
             if state.status.terminal:
+                if state.status is RunStatus.COMPLETED and spec.queue == spec.run:
+                    supervisor.drain()
+                    registry.drop_queue(spec.run)
                 return state
             if state.status in (RunStatus.FINALIZING, RunStatus.CANCELLING):
                 finish_run(client, keys, spec.run, roots)
@@ -190,6 +197,7 @@ def _drive(
                 )
             feeder.check()
             supervisor.poll()
+            patience.check(state.counters.settled, supervisor.restarts)
             if server is not None:
                 server.check()
             time.sleep(0.01 if state.status is RunStatus.FINALIZING else _POLL_S)
@@ -224,6 +232,25 @@ def _check_queue(url: str, keys: Keys, checkpoint: Checkpoint, on_note: Callable
             on_note(warning)
         bind_model(client, keys, checkpoint.fingerprint, model_facts(checkpoint))
     client.close()
+
+
+class _Patience:
+    """Ends a run whose processes end again and again without settling a document."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._settled = 0
+        self._restarts = 0
+
+    def check(self, settled: int, restarts: int) -> None:
+        """Raise ProcessEndedError once `most` restarts have passed since the last progress."""
+        if settled > self._settled:
+            self._settled, self._restarts = settled, restarts
+        if restarts - self._restarts > self._most:
+            raise ProcessEndedError(
+                f"worker processes ended {restarts - self._restarts} times without finishing a document; "
+                "their log lines say why"
+            )
 
 
 class _Feeder:
@@ -280,10 +307,12 @@ def _request(corpus: Path, dataset: Dataset, options: RunOptions, checkpoint: Ch
     encoding = options.encoding(dict(checkpoint.prompts))
     check_encoding(checkpoint, encoding.dimensions, encoding.max_length)
     identity = f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}"
+    run = time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     with usage_errors():
         return RunSpec(
-            run=time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2),
-            queue=options.queue,
+            run=run,
+            # On a shared server a queue of its own, unless one is named: foreign workers may not see the directory.
+            queue=run if options.redis_url and "queue" not in options.model_fields_set else options.queue,
             model_fingerprint=checkpoint.fingerprint,
             encoding=encoding,
             sink=ParquetSink(path=str(dataset.path), file_bytes=options.file_bytes),

@@ -138,6 +138,13 @@ class Registry:
         fields |= {name: getattr(counters, name) for name in ("succeeded", "failed", "skipped", "tokens")}
         self._client.hset(self.keys.run(spec.run), mapping=fields)
 
+    def drop_queue(self, run: str) -> None:
+        """Delete a queue that served this run alone, except its tokens and locks, which expire by themselves."""
+        streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
+        of_run = (self.keys.run(run), self.keys.dead(run), self.keys.results(run))
+        shared = (self.keys.commits, self.keys.bytes, self.keys.model, self.keys.workers, self.keys.runs)
+        self._client.delete(*streams, *of_run, *shared, self.keys.open_datasets, self.keys.tries)
+
     def state(self, run: str) -> RunState:
         """The run now; raises RunNotFoundError."""
         key = self.keys.run(check_run_id(run))

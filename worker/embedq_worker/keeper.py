@@ -92,7 +92,8 @@ class Keeper:
         lease_s = self._consumer.lease_ms / 1000
         seen: tuple[int, int] | None = None
         moved = time.monotonic()
-        while not self._stop.wait(min(lease_s / 4, 5.0)):
+        renewed = 0.0
+        while not self._stop.wait(min(lease_s / 4, 1.0)):
             now = time.monotonic()
             position = (self._progress.ticks, self._steps())
             if position != seen:
@@ -100,7 +101,8 @@ class Keeper:
             stuck_s = now - moved
             try:
                 fault_point("keep.renew")
-                if stuck_s < lease_s:
+                if stuck_s < lease_s and now - renewed >= min(lease_s / 4, 5.0):
+                    renewed = now
                     for stream, entry_id in self._consumer.renew():
                         log.warning("lease of %s in %s was taken over by another worker", entry_id, stream)
                 self._beat("stuck" if stuck_s >= lease_s else self._progress.state)

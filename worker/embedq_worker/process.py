@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
-from embedq_broker.connect import translate
+from embedq_broker.connect import connect, translate
 from embedq_schemas.errors import EmbedqError
 from redis.exceptions import RedisError
 
@@ -30,7 +31,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     # Ctrl-C reaches the whole foreground group; the supervisor decides and sends SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_watch_supervisor, args=(stop, config.worker.grace_s), daemon=True).start()
+    threading.Thread(target=_watch_supervisor, args=(stop, config), daemon=True).start()
     try:
         if config.role == "tokenizer":
             from embedq_worker.tokenizer_process import run_tokenizer as run
@@ -45,15 +46,26 @@ def main() -> int:
     return 0
 
 
-def _watch_supervisor(stop: threading.Event, grace_s: float) -> None:
-    """Drain when the supervisor is gone, and end in any case once the grace period is over."""
+def _watch_supervisor(stop: threading.Event, config: ProcessConfig) -> None:
+    """Drain when the supervisor is gone, and end in any case once the grace period is over.
+
+    Without a server there is nothing to drain to: an embedded one ends with the supervisor.
+    """
     try:
         while sys.stdin.read(4096):
             pass
     except (OSError, ValueError):
         pass
     stop.set()
-    threading.Event().wait(grace_s + 5)
+    deadline = time.monotonic() + config.worker.grace_s + 5
+    unreachable = 0
+    while time.monotonic() < deadline and unreachable < 3:
+        time.sleep(0.5)
+        try:
+            connect(config.broker.redis_url, role="watch", blocking=True, socket_timeout_s=5.0).ping()
+            unreachable = 0
+        except RedisError:
+            unreachable += 1
     os._exit(1)
 
 
