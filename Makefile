@@ -2,12 +2,13 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+MINUTES ?= 30
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long chaos bench lint typecheck tokenizer clean distclean
+.PHONY: help install demo test test-long chaos chaos-long bench lint typecheck tokenizer clean distclean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -29,11 +30,11 @@ demo: $(INSTALLED) ## embed the standard library's docstrings and search them
 	@$(BIN)/python -m embedq.demo
 
 # The suite runs in several processes, so each library gets one thread: more would fight over the cores.
-test test-long chaos: export OMP_NUM_THREADS := 1
-test test-long chaos: export MKL_NUM_THREADS := 1
-test test-long chaos: export OPENBLAS_NUM_THREADS := 1
-test test-long chaos: export RAYON_NUM_THREADS := 1
-test test-long chaos: export TOKENIZERS_PARALLELISM := false
+test test-long chaos chaos-long: export OMP_NUM_THREADS := 1
+test test-long chaos chaos-long: export MKL_NUM_THREADS := 1
+test test-long chaos chaos-long: export OPENBLAS_NUM_THREADS := 1
+test test-long chaos chaos-long: export RAYON_NUM_THREADS := 1
+test test-long chaos chaos-long: export TOKENIZERS_PARALLELISM := false
 
 test: $(INSTALLED) tokenizer ## run the test suite (WORKERS=2 processes)
 	@echo "Running the tests ..."
@@ -43,9 +44,13 @@ test-long: $(INSTALLED) tokenizer ## run the tests that take minutes each
 	@echo "Running the long tests ..."
 	@$(BIN)/python -m pytest -m long --timeout=3600
 
-chaos: $(INSTALLED) tokenizer ## kill workers, producers and servers at random and check that nothing is lost
+chaos: $(INSTALLED) tokenizer ## cause every fault we can make, one at a time, and check that nothing is lost
 	@echo "Running the fault tests ..."
 	@$(BIN)/python -m pytest -n $(WORKERS) tests/chaos --timeout=3600
+
+chaos-long: $(INSTALLED) ## kill everything at random for MINUTES=30 and write the figures to docs/reliability.md
+	@echo "Killing workers, producers and servers for $(MINUTES) minutes ..."
+	@$(BIN)/python tests/chaos/harness.py --minutes $(MINUTES) --report docs/reliability.md
 
 bench: $(INSTALLED) tokenizer ## measure the pipeline (see benchmarks/ for more)
 	@echo "Measuring the pipeline ..."

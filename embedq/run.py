@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedq_broker.connect import broker_errors, check_server, connect
-from embedq_broker.embedded import EmbeddedServer, find_server_binary
+from embedq_broker.embedded import EmbeddedServer, find_server_binary, running_server_url
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import bind_model
 from embedq_broker.registry import Registry
@@ -107,6 +107,9 @@ def run_corpus(
         finished = finished_state(dataset, owner)
         if finished is not None:
             on_note(f"{options.output} is already complete")
+            if running_server_url(dataset.path / STATE_NAME) is None:
+                # Left by a command that was killed after its last step.
+                shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
             return finished
     # Whatever can fail before the directory is claimed, fails before: then another command may still use it.
     if options.redis_url is None:

@@ -150,6 +150,8 @@ def _act(fault: _Fault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        # Another thread may take the signal; this one must not get further meanwhile.
+        time.sleep(0.05)
     elif fault.action == "delay":
         time.sleep(fault.seconds)
     elif fault.action == "exit137":

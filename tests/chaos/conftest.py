@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,10 +50,8 @@ def pipeline(
     try:
         yield built
     finally:
-        own_server.resume()
-        if not own_server.alive:
+        if own_server.alive:
+            own_server.resume()
+        else:
             own_server.start()
         built.close()
-
-
-MakePipeline = Callable[[str], Pipeline]

@@ -344,8 +344,9 @@ def main() -> int:
             current.close()
         took = (time.monotonic() - started) / 60
         print(
-            f"{took:5.1f} min  seed {seed} {'ok' if clean else 'FINDINGS in ' + str(folder)}: {totals.process_kills} kills, "
-            f"{totals.server_kills} server kills, {totals.cuts} cuts, {totals.rows:,} rows, lost {totals.lost}, "
+            f"{took:5.1f} min  seed {seed} {'ok' if clean else 'FINDINGS in ' + str(folder)}: "
+            f"{totals.process_kills} kills, {totals.server_kills} server kills, {totals.cuts} cuts, "
+            f"{totals.rows:,} rows, lost {totals.lost}, "
             f"doubled {totals.doubled}, unexpected errors {totals.unexpected_errors}, "
             f"recovery {statistics.median(totals.recoveries or [0]):.2f} s",
             flush=True,

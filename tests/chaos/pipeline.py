@@ -69,12 +69,9 @@ class Pipeline:
     def create(self) -> RunSpec:
         return self.registry.create(self.spec())
 
-    def produce(self, *, stopping: Callable[[], bool] = lambda: False) -> None:
-        """Send the corpus, in jobs of a few documents."""
-        feed(
-            self.registry, self.create(), self.corpus.path, ReadOptions(block_documents=8), self.broker,
-            stopping=stopping,
-        )  # fmt: skip
+    def produce(self, spec: RunSpec | None = None) -> None:
+        """Send the corpus, in jobs of a few documents; as a run that exists, or as a new one."""
+        feed(self.registry, spec or self.create(), self.corpus.path, ReadOptions(block_documents=8), self.broker)
 
     def start(
         self,
@@ -138,12 +135,11 @@ class Pipeline:
         return found
 
     def tell(self) -> str:
+        """What is known, for the message of a failed assertion."""
         with contextlib.suppress(Exception):
-            lengths = {lane: self.client.xlen(self.keys.jobs(lane)) for lane in LANES}
-            lengths |= {
-                f"batches:{lane}": self.client.xlen(self.keys.batches(lane)) for lane in ("interactive", "bulk")
-            }
-            return f"{self.log()[-3000:]}\n{self.registry.state('run')}, {lengths}, {sorted(mark.name for mark in self.marks.iterdir())}"
+            streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
+            lengths = {stream: self.client.xlen(stream) for stream in streams}
+            return f"{self.log()[-3000:]}\n{self.registry.state('run')}, {lengths}, {os.listdir(self.marks)}"
         return "the server does not answer"
 
     def close(self) -> None:
