@@ -85,7 +85,7 @@ def usable_cores() -> int:
 
 
 def choose_product_threads(cores: int, dtype: torch.dtype) -> int:
-    """Threads for matrix products: all cores, or half of them where that is faster, as measured in half a second.
+    """Threads for matrix products: all cores, or half of them where the rest add little, as measured in half a second.
 
     Virtual machines often show two hyperthreads of one core as two cores; both then share one matrix unit.
     """
@@ -100,8 +100,9 @@ def choose_product_threads(cores: int, dtype: torch.dtype) -> int:
                 start = time.perf_counter()
                 F.linear(x, weight)
                 best[count] = min(best.get(count, math.inf), time.perf_counter() - start)
-    # Everything outside the kernels gains from more threads, so fewer have to be clearly better.
-    return cores // 2 if best[cores // 2] < 0.97 * best[cores] else cores
+    # Two real cores are nearly twice as fast as one. A small gain means shared hardware, where every product would
+    # also wait for the slower thread.
+    return cores if 1.2 * best[cores] < best[cores // 2] else cores // 2
 
 
 def _core_of(cpu: int) -> str:
