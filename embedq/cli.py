@@ -37,6 +37,7 @@ from embedq.options import (
     ErrorsOptions,
     ProduceOptions,
     ResultsOptions,
+    RetryOptions,
     RunOptions,
     StatusOptions,
     WorkerOptions,
@@ -207,6 +208,22 @@ def _print_errors(letters: Iterable[DeadLetter], options: ErrorsOptions) -> None
         else:
             where = f"line {letter.line}" if letter.line else f"document {letter.ordinal}"
             print(where, letter.id or "-", letter.stage, letter.code, letter.message, sep="\t")
+
+
+@app.command(cls=HelpfulCommand)
+@with_options(RetryOptions)
+def retry(
+    output: Annotated[Path, typer.Argument(help="Output directory of `embedq run`.")], options: RetryOptions
+) -> int:
+    """Open a dataset again for its failed documents; the command that made it then sends just those."""
+    from embedq.retry import reopen
+
+    count = reopen(output, options.code)
+    if count:
+        print(f"{count:,} failed documents are sent again by the embedq run command that made {output}")
+    else:
+        print(f"{output} has no such failed documents")
+    return 0
 
 
 @app.command(cls=HelpfulCommand)

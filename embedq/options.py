@@ -428,6 +428,12 @@ class ErrorsOptions(ConnectOptions):
     flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
 
 
+class RetryOptions(Options):
+    """Options of `embedq retry`."""
+
+    code: str | None = Field(None, description="Only documents that failed with this code.")
+
+
 class CancelOptions(ConnectOptions):
     """Options of `embedq cancel`."""
 
@@ -439,6 +445,7 @@ ALL_OPTIONS: tuple[type[Options], ...] = (
     StatusOptions,
     ResultsOptions,
     ErrorsOptions,
+    RetryOptions,
     CancelOptions,
     ModelOptions,
     BenchOptions,

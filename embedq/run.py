@@ -119,7 +119,7 @@ def run_corpus(
         _check_queue(options.redis_url, Keys(queue), checkpoint, on_note)
     spec = _claim(dataset, wanted)
     with ExitStack() as stack:
-        stack.enter_context(_owned(dataset))
+        stack.enter_context(owned(dataset))
         url = options.redis_url
         server: EmbeddedServer | None = None
         if url is None:
@@ -344,7 +344,7 @@ def _claim(dataset: Dataset, wanted: RunSpec) -> RunSpec:
                 f"{dataset.path} holds run {owner.run}, made with other options ({_differences(owner, wanted)}); "
                 "give another directory, or repeat the command that made it"
             )
-        with _owned(dataset):
+        with owned(dataset):
             shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
             (dataset.path / RUN_NAME).unlink()
         owner = None
@@ -379,7 +379,7 @@ def _differences(owner: RunSpec, wanted: RunSpec) -> str:
 
 
 @contextmanager
-def _owned(dataset: Dataset) -> Iterator[None]:
+def owned(dataset: Dataset) -> Iterator[None]:
     """Keep a second `embedq run` out of the directory."""
     with (dataset.path / RUN_NAME).open("rb") as file:
         try:

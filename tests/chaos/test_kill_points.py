@@ -7,7 +7,6 @@ import signal
 import subprocess
 
 import pytest
-from conftest import both_servers
 from embedq_broker.faults import POINTS
 from pipeline import EMBEDQ, Pipeline
 
@@ -24,7 +23,7 @@ def produce_command(pipeline: Pipeline) -> list[str]:
     return [*command, "--max-length", "64", "--on-long", "error"]
 
 
-@both_servers
+@pytest.mark.parametrize("own_server", ["valkey", pytest.param("redis", marks=pytest.mark.long)], indirect=True)
 def test_workers_killed_once_at_every_step_lose_and_double_nothing(pipeline: Pipeline) -> None:
     faults = ",".join(f"{point}:kill" for point in WORKER_POINTS)
     # Innocent jobs get delivered as often as processes are killed here.

@@ -18,6 +18,7 @@ from pipeline import EMBEDQ
 
 from embedq.directory import finished_state
 
+LONG = pytest.mark.long
 FORWARD = "embed.forward:delay:every:0.15"
 
 
@@ -70,7 +71,12 @@ def command(tmp_path: Path, checkpoint: Path) -> Command:
 
 
 @pytest.mark.parametrize(
-    "point", ["produce.enqueue.after", "drain.written", "finish.begun", "finish.marked", "finish.done"]
+    "point",
+    [
+        "drain.written",
+        "finish.marked",
+        *(pytest.param(p, marks=LONG) for p in ("produce.enqueue.after", "finish.begun", "finish.done")),
+    ],
 )
 def test_a_run_killed_at_a_step_resumes(command: Command, point: str) -> None:
     process = command.start(f"{point}:kill")
@@ -79,6 +85,7 @@ def test_a_run_killed_at_a_step_resumes(command: Command, point: str) -> None:
     command.complete()
 
 
+@pytest.mark.long
 def test_a_run_killed_at_any_moment_resumes(command: Command) -> None:
     for files in (1, 2, 3):
         process = command.start(FORWARD, once=False)
@@ -88,7 +95,7 @@ def test_a_run_killed_at_any_moment_resumes(command: Command) -> None:
     command.complete()
 
 
-@pytest.mark.parametrize("cut_bytes", [300, 3_000, 20_000])
+@pytest.mark.parametrize("cut_bytes", [3_000, pytest.param(300, marks=LONG), pytest.param(20_000, marks=LONG)])
 def test_a_server_that_lost_the_end_of_its_append_only_file_doubles_and_loses_nothing(
     command: Command, cut_bytes: int
 ) -> None:
@@ -115,7 +122,7 @@ def test_a_flushed_server_ends_the_command_and_the_same_command_resumes(command:
     command.complete()
 
 
-@pytest.mark.parametrize("damage", ["removed", "truncated"])
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("removed", marks=LONG)])
 def test_published_files_that_went_bad_are_made_again_by_the_same_command(command: Command, damage: str) -> None:
     process = command.start(FORWARD, once=False)
     command.until_files(process, 2)
@@ -151,6 +158,25 @@ def test_two_runs_on_one_directory_at_once_are_one_run_and_one_refusal(command: 
     assert statuses in ([2, 3], [0, 3], [3, 3]), outputs
     state = finished_state(Dataset(command.output), Dataset(command.output).run_spec())  # type: ignore[arg-type]
     assert not account(command.output, command.corpus, state).problems
+
+
+def test_failed_documents_are_sent_again_after_retry_and_no_others(command: Command) -> None:
+    # The embedder ends on one document until the fault is gone.
+    command.arguments += ["--max-deliveries", "1"]
+    process = command.start("embed.forward@doc-17:raise:every", once=False)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 3, out + err
+    before = {path.name for path in command.output.glob("part-*.parquet")}
+    retry = [EMBEDQ, "retry", str(command.output), "--code"]
+    none = subprocess.run([*retry, "duplicate_id"], capture_output=True, text=True, timeout=60, check=True)
+    assert "no such failed documents" in none.stdout
+    assert (command.output / "_SUCCESS").exists()
+    some = subprocess.run([*retry, "max_deliveries"], capture_output=True, text=True, timeout=60, check=True)
+    assert some.stdout.startswith("1 failed documents")
+    assert not (command.output / "_SUCCESS").exists()
+    command.complete()
+    fresh = {path.name for path in command.output.glob("part-*.parquet")} - before
+    assert [read_manifest(command.output)[name[5:-8]].ordinals for name in fresh] == [(17, 17)]
 
 
 def wait_for_end(output: Path) -> None:

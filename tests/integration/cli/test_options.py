@@ -24,6 +24,7 @@ from embedq.options import (
     Options,
     ProduceOptions,
     ResultsOptions,
+    RetryOptions,
     RunOptions,
     StatusOptions,
     WorkerOptions,
@@ -37,13 +38,21 @@ COMMANDS: dict[str, type[Options]] = {
     "status": StatusOptions,
     "results": ResultsOptions,
     "errors": ErrorsOptions,
+    "retry": RetryOptions,
     "cancel": CancelOptions,
     "model inspect": ModelOptions,
     "doctor": DoctorOptions,
     "bench": BenchOptions,
 }
 FIELDS = [(command, name) for command, options in COMMANDS.items() for name in options.model_fields]
-ARGUMENTS = {"run": "c.jsonl", "produce": "c.jsonl", "results": "some-run", "errors": "some-run", "cancel": "some-run"}
+ARGUMENTS = {
+    "run": "c.jsonl",
+    "produce": "c.jsonl",
+    "results": "some-run",
+    "errors": "some-run",
+    "retry": "some-run",
+    "cancel": "some-run",
+}
 """What a command cannot do without."""
 
 
