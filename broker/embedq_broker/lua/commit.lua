@@ -10,8 +10,10 @@
 --   incrs = {{k, counter, by}},  run counters
 -- }
 -- Returns {'ok', id of each add ('' if its run is gone)...} | {'dup'} | {'lost', {stream key, id, stream key, id, ...}}
-if redis.call('EXISTS', KEYS[1]) == 1 then return {'dup'} end
 local plan = cjson.decode(ARGV[1])
+-- Renewing the token is a write: WAIT and WAITAOF speak only of writes of their own connection, and the one that
+-- committed may have been lost with its reply.
+if redis.call('PEXPIRE', KEYS[1], plan.ttl_ms) == 1 then return {'dup'} end
 local lost = {}
 for _, input in ipairs(plan.inputs) do
   local key = KEYS[input.k]
