@@ -12,6 +12,7 @@ run's counters showed them, is written beside the corpus; a round with a finding
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -48,6 +49,8 @@ from servers import KINDS, Kind, Server  # noqa: E402
 
 LEASE_S = 1.0
 ROUND_S = 240.0
+#: A longer time without a commit keeps the round's directory.
+STALL_S = 20.0
 
 
 @dataclass
@@ -353,7 +356,10 @@ def main() -> int:
         )
         for problem in totals.problems[-4:] if not clean else ():
             print("   ", problem, flush=True)
-        if clean:
+        stall = max((later - at for at, later in itertools.pairwise(current.commits)), default=0.0)
+        if stall > STALL_S:
+            print(f"    nothing was committed for {stall:.0f} s; see {folder}", flush=True)
+        elif clean:
             shutil.rmtree(folder)
         seed += 1
     if arguments.report:
