@@ -27,7 +27,7 @@ from embedq_broker.registry import Registry
 from embedq_broker.settings import BrokerSettings
 from embedq_producer.blocks import ReadOptions
 from embedq_producer.feed import feed
-from embedq_schemas.run import ParquetSink, RunSpec
+from embedq_schemas.run import ParquetSink, RunSpec, RunStatus
 from embedq_worker.engine.generate import generate_checkpoint
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.settings import WorkerSettings
@@ -82,8 +82,10 @@ def once(corpus: Path, checkpoint: Path, budget: int) -> dict[str, float]:
             before = {name: cpu(process) for name, process in processes.items()}
             started = time.perf_counter()
             go.set()
+            while registry.status(spec.run) is not RunStatus.FINALIZING:
+                time.sleep(0.02)
             while not finish_run(client, keys, spec.run, (Path(folder),)):
-                time.sleep(0.01)
+                time.sleep(0.005)
             wall = time.perf_counter() - started
             used = {f"cpu_{name}": cpu(process) - before[name] for name, process in processes.items()}
             memory = {f"rss_{name}": process.memory_info().rss / 2**20 for name, process in processes.items()}

@@ -105,7 +105,9 @@ class Prefetcher:
         while True:
             with self._change:
                 ready = self._ready[lane]
-                self._change.wait_for(lambda ready=ready: self._stopping or len(ready) < self._depth)  # type: ignore[misc]
+                # Several batches a round trip: a read for each one taken would cost a fast engine more than decoding.
+                low = self._depth // 2
+                self._change.wait_for(lambda ready=ready, low=low: self._stopping or len(ready) <= low)  # type: ignore[misc]
                 if self._stopping:
                     return
                 room = self._depth - len(ready)
