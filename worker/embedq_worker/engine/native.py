@@ -23,7 +23,7 @@ from embedq_worker.engine.device import (
 from embedq_worker.engine.group import Group, Solo
 from embedq_worker.engine.heads import finish, load_heads, pool
 from embedq_worker.engine.memory import keep_freed_memory
-from embedq_worker.engine.plan import plan_batch
+from embedq_worker.engine.plan import TOKENS_STEP, plan_batch, round_up
 from embedq_worker.engine.ranks import RankProcesses
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
@@ -72,6 +72,7 @@ class NativeEngine:
                 threads=threads,
                 group=group,
             )
+            self._rounds_up = chosen.backends.packed_rows is not None and self.max_length >= 2 * TOKENS_STEP
             with WeightReader(checkpoint.weights, config, dtype=dtype, device=self._device) as reader:
                 self._decoder: Decoder | None = Decoder(
                     config,
@@ -157,13 +158,16 @@ class NativeEngine:
             raise EngineError("the engine is closed")
         check_batch(batch, vocab_size=self._checkpoint.vocab_size, max_length=self.max_length)
         width = check_dimensions(dimensions, self.dimension)
-        if len(batch) == 0:
+        count = len(batch)
+        if count == 0:
             return np.empty((0, width), np.float32)
+        if self._rounds_up:
+            batch = round_up(batch)
         if self._ranks is not None:
             self._ranks.send(batch)
         try:
             with torch.inference_mode():
-                return self._encode(self._decoder, batch, width, normalize=normalize)
+                return self._encode(self._decoder, batch, width, normalize=normalize)[:count]
         except (RuntimeError, MemoryError) as error:
             reason = str(error) if self._ranks is None else self._ranks.fail(str(error))
             raise EngineError(f"the forward pass failed on {len(batch.input_ids)} tokens: {reason}") from error

@@ -31,6 +31,29 @@ class BatchPlan:
         return len(self.offsets) - 1
 
 
+TOKENS_STEP = 64
+TEXTS_STEP = 16
+
+
+def round_up(batch: PackedBatch) -> PackedBatch:
+    """`batch` with dummy texts behind its own, so that tokens and texts come in few different numbers.
+
+    oneDNN builds a kernel for every number of rows it meets and keeps it: with every batch of another size that costs
+    about 4% of a 0.6B model's time, and memory that grows for hours. Rounding wastes half a step, 1.6% of 2,048 tokens.
+    """
+    total, count = len(batch.input_ids), len(batch)
+    texts, tokens = -count % TEXTS_STEP, -total % TOKENS_STEP
+    if not texts and not tokens:
+        return batch
+    # Each dummy has at least one token, and tokens need a dummy to be in.
+    texts = texts or TEXTS_STEP
+    while tokens < texts:
+        tokens += TOKENS_STEP
+    ends = np.append(np.arange(1, texts), tokens).astype(np.int32) + batch.cu_seqlens[-1]
+    ids = np.concatenate([batch.input_ids, np.zeros(tokens, np.uint32)])
+    return PackedBatch(ids, np.concatenate([batch.cu_seqlens, ends.astype(np.int32)]))
+
+
 def plan_batch(batch: PackedBatch, device: torch.device) -> BatchPlan:
     """One host-to-device copy: ids, positions and offsets travel as one int64 buffer."""
     total, count = len(batch.input_ids), len(batch)
