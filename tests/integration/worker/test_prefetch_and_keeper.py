@@ -69,7 +69,7 @@ def test_batches_come_in_order_interactive_ones_first_and_never_more_than_the_de
     time.sleep(0.1)
     assert consumer.held() == 2
     add(redis_client, "r-9", lane=Lane.INTERACTIVE)
-    until(lambda: consumer.held() == 3, "the interactive batch was not read")
+    until(lambda: sum(map(len, prefetcher._ready.values())) == 3, "the interactive batch was not read")
     taken = [prefetcher.take(5) for _ in range(7)]
     ids = [each.batch.table.column("id")[0].as_py() for each in taken if each is not None and each.batch is not None]
     assert ids == ["r-9", *(f"r-{number}" for number in range(6))]
