@@ -21,9 +21,7 @@ class WorkerSettings(BaseModel):
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model; a commit makes runs repeatable."
     )
-    pooling: str | None = Field(
-        None, description="Pooling to use instead of the checkpoint's: lasttoken, mean or cls."
-    )
+    pooling: str | None = Field(None, description="Pooling to use instead of the checkpoint's: lasttoken, mean or cls.")
     causal: bool | None = Field(
         None, description="Attention to use instead of the checkpoint's: causal, or each token sees all."
     )
@@ -51,7 +49,6 @@ class WorkerSettings(BaseModel):
     )
     prefetch: int = Field(4, ge=1, le=1024, description="Token batches an embedder holds ahead, per lane.")
     window_jobs: int = Field(4, ge=1, le=1024, description="Jobs a tokenizer takes at once while embedders are busy.")
-
 
     def load_checkpoint(self) -> Checkpoint:
         """Read the checkpoint these settings name; raises ModelError."""
