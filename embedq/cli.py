@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,12 +53,29 @@ app = typer.Typer(
     "3 complete, with failed documents; 4 incomplete, the same command resumes; 5 Redis, disk or worker processes "
     "failed. Every flag is also an EMBEDQ_* variable and a key of embedq.toml in the current directory.",
     cls=HelpfulGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 _CLICK_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Newer releases of typer bring a click of their own, older ones use the package."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"embedq {metadata.version('embedq')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _embedq(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options before a command."""
+
 
 Corpus = Annotated[Path, typer.Argument(help="JSONL file: one JSON object a line, with a text and perhaps an id.")]
 RunName = Annotated[str, typer.Argument(help="A run's name, or the output directory of `embedq run`.")]
@@ -96,8 +115,8 @@ def run(corpus: Corpus, options: RunOptions) -> int:
     started = time.monotonic()
     with display.RunProgress(err) as progress:
         state = run_corpus(corpus, options, stopping=stop, on_progress=progress.show, on_note=progress.note)
-    worked = progress.shown
-    _say(out, display.summary(state, time.monotonic() - started if worked else None))
+    seconds = time.monotonic() - started if progress.shown else None
+    _say(out, display.summary(state, seconds, progress.tokens_before or 0))
     if state.error:
         _say(err, f"error: run_failed: {state.error}")
     if state.counters.failed:
@@ -136,7 +155,7 @@ def worker(options: WorkerOptions) -> int:
 def status(options: StatusOptions, run: OptionalRunName = None) -> int:
     """Show runs, their exact counters, and which worker processes are alive, stuck or silent."""
     out, _ = display.consoles()
-    finished = directory.finished_run(run) if run else None
+    finished = directory.resting_run(run, options) if run else None
 
     def shown() -> str:
         if finished is not None:
@@ -163,7 +182,7 @@ def status(options: StatusOptions, run: OptionalRunName = None) -> int:
     with Live(Text(shown()), console=out, auto_refresh=False) as live:
         while not stop.event.wait(1.0):
             # The embedded server of `embedq run` ends with its run; what the run came to lies in the directory.
-            finished = directory.finished_run(run) if run else None
+            finished = directory.resting_run(run, options) if run else None
             live.update(Text(shown()), refresh=True)
             if finished is not None:
                 break
@@ -175,7 +194,7 @@ def status(options: StatusOptions, run: OptionalRunName = None) -> int:
 def results(run: RunName, options: ResultsOptions) -> int:
     """Print a run's vectors as JSON lines: from its result stream, or from its dataset where this machine sees it."""
     stop = _Stop()
-    if directory.finished_run(run) is not None:
+    if directory.resting_run(run, options) is not None:
         queries.print_dataset(Path(run), over=lambda: True, follow=False, stopping=stop, out=sys.stdout)
         return 0
     with _queue_of(run, options) as (client, keys, name):
@@ -191,7 +210,7 @@ def results(run: RunName, options: ResultsOptions) -> int:
 @with_options(ErrorsOptions)
 def errors(run: RunName, options: ErrorsOptions) -> int:
     """Print a run's dead letters: line, id, stage, code and message of each document without a vector."""
-    if directory.finished_run(run) is not None:
+    if directory.resting_run(run, options) is not None:
         _print_errors(read_errors(Dataset(Path(run))), options)
         return 0
     with _queue_of(run, options) as (client, keys, name):
@@ -230,8 +249,8 @@ def retry(
 @with_options(CancelOptions)
 def cancel(run: RunName, options: CancelOptions) -> int:
     """Stop a run for good: documents that are not computed yet are skipped, and counted as such."""
-    finished = directory.finished_run(run)
-    if finished is not None:
+    finished = directory.resting_run(run, options)
+    if finished is not None and finished.status.terminal:
         print(f"run {finished.spec.run}: {finished.status}")
         return 0
     with _queue_of(run, options) as (client, keys, name):
@@ -263,6 +282,9 @@ def _log(level: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: an error a person can mend is one line on standard error and an exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What is said while a command waits must reach a pipe or a log file at once.
+        sys.stdout.reconfigure(line_buffering=True)
     given = sys.argv[1:] if arguments is None else arguments
     sys.exit(guarded(lambda: app(given or ["--help"], prog_name="embedq", standalone_mode=False)))
 

@@ -11,6 +11,9 @@ from embedq_schemas.errors import OutputError, RunNotFoundError
 from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 from embedq_worker.sinks.dataset import STATE_NAME, Dataset
+from embedq_worker.sinks.errors import read_errors
+
+from embedq.options import ConnectOptions
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,42 @@ def finished_state(dataset: Dataset, spec: RunSpec) -> RunState | None:
     )
 
 
-def finished_run(run: str) -> RunState | None:
-    """The state of the complete dataset that `run` names, if it names one."""
+def resting_run(run: str, options: ConnectOptions) -> RunState | None:
+    """What the directory `run` itself says, where no server has more to say; None where one is to be asked.
+
+    That is a complete dataset, or one of an `embedq run` with a server of its own that is not going on: its state is
+    `in_progress` with the outcomes its files prove.
+    """
     if not is_directory_name(run):
         return None
     dataset = Dataset(Path(run))
     spec = dataset.run_spec()
-    return None if spec is None else finished_state(dataset, spec)
+    if spec is None:
+        return None
+    if (finished := finished_state(dataset, spec)) is not None:
+        return finished
+    elsewhere = spec.model_fingerprint is None or spec.queue == spec.run or "redis_url" in options.model_fields_set
+    if elsewhere or running_server_url((dataset.path / STATE_NAME).resolve()) is not None:
+        return None
+    files = list(read_manifest(dataset.path).values())
+    failed = sum(1 for _ in read_errors(dataset))
+    rows = sum(file.rows for file in files)
+    counters = RunCounters(
+        input=rows + failed, succeeded=rows, failed=failed, tokens=sum(file.tokens for file in files)
+    )
+    return RunState(
+        spec=spec,
+        status=RunStatus.IN_PROGRESS,
+        counters=counters,
+        input_closed=False,
+        position=None,
+        committed_files=len(files),
+        published_files=len(files),
+        dead_letters=0,
+        error=f"interrupted; the embedq run command that made {run} resumes it",
+        created_at=spec.created_at,
+        updated_at=spec.created_at,
+    )
 
 
 def locate(output: Path, redis_url: str) -> Place:
@@ -80,9 +112,5 @@ def locate(output: Path, redis_url: str) -> Place:
         return Place(redis_url, spec.queue, spec.run)
     url = running_server_url(state)
     if url is None:
-        rows = sum(file.rows for file in read_manifest(output).values())
-        raise RunNotFoundError(
-            f"the run in {output} is not going on; it has written {rows:,} vectors so far, and the command that "
-            "started it resumes it"
-        )
+        raise RunNotFoundError(f"the run in {output} is interrupted; the embedq run command that made it resumes it")
     return Place(url, spec.queue, spec.run)

@@ -32,6 +32,8 @@ class RunProgress:
             transient=True,
         )
         self._task = self._bar.add_task("starting", total=None, facts="")
+        #: Tokens that were done when this command began; None before the first look.
+        self.tokens_before: int | None = None
         self._history: deque[tuple[float, int, int]] = deque()
         self._next_line = time.monotonic() + 10
         self.shown = False
@@ -55,6 +57,8 @@ class RunProgress:
     def show(self, snapshot: Snapshot) -> None:
         """Bring the display up to date."""
         state, now = snapshot.state, time.monotonic()
+        if self.tokens_before is None:
+            self.tokens_before = state.counters.tokens
         self.shown = True
         counters = state.counters
         self._history.append((now, counters.settled, counters.tokens))
@@ -93,11 +97,15 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def summary(state: RunState, seconds: float | None = None) -> str:
-    """The last words of a run; `seconds` is how long it took, where that is known."""
+def summary(state: RunState, seconds: float | None = None, tokens_before: int = 0) -> str:
+    """The last words of a run.
+
+    `seconds` is how long this command worked, where it did; `tokens_before` what an earlier one had done by then.
+    """
     c = state.counters
-    took = f" in {_duration(seconds)}" if seconds is not None else ""
-    rate = f", {c.tokens / seconds:,.0f} tokens/s" if seconds and c.tokens else ""
+    took = f" in {_duration(seconds)}" if seconds is not None and not tokens_before else ""
+    computed = c.tokens - tokens_before
+    rate = f", {computed / seconds:,.0f} tokens/s" if seconds and computed > 0 else ""
     return (
         f"{state.status}: {c.succeeded:,} vectors of {c.input:,} documents, {c.failed:,} failed, "
         f"{c.skipped:,} skipped, {c.tokens:,} tokens{took}{rate}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 ENV_PREFIX = "EMBEDQ_"
 TOML_FILE = "embedq.toml"
+_OTHER_VARIABLES = ("EMBEDQ_FAULTS", "EMBEDQ_TEST_")
+"""Variables read elsewhere: by the fault points and by the tests."""
 
 
 class Options(BaseSettings):
@@ -75,6 +78,7 @@ class Options(BaseSettings):
         None in `given`, or an empty list, means that the flag was not given.
         """
         _check_toml_keys()
+        _warn_of_unknown_variables()
         # A list is comma-separated text through every door; a flag may be repeated besides.
         texts = {name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()}
         given = {name: text for name, text in texts.items() if text is not None and given[name] not in ([], ())}
@@ -151,6 +155,16 @@ def _check_toml_keys() -> None:
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"{TOML_FILE} has a key that no command knows: {', '.join(unknown)}{hint}")
+
+
+def _warn_of_unknown_variables() -> None:
+    """A misspelt variable must not be silently without effect; but others may use the prefix, so it is no error."""
+    known = {ENV_PREFIX + name.upper() for command in ALL_OPTIONS for name in command.model_fields}
+    for name in sorted(os.environ):
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(_OTHER_VARIABLES):
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            print(f"note: {name} is no variable of embedq{hint}", file=sys.stderr)
 
 
 class ConnectOptions(Options):
@@ -353,11 +367,14 @@ class ModelOptions(_EngineFields):
     flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
 
 
-class BenchOptions(ModelOptions):
+class BenchOptions(_EngineFields):
     """Options of `embedq bench`."""
 
     text_tokens: tuple[int, ...] = Field((128, 512), description="Lengths of the texts to measure, in tokens.")
     repeats: int = Field(3, ge=1, le=100, description="Batches to time per length; the median counts.")
+    json_output: bool = Field(False, description="One JSON document instead of text.")
+
+    flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
 
 
 class DoctorOptions(ConnectOptions, _EngineFields):

@@ -9,17 +9,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import redis
 from embedq_broker.connect import broker_errors, check_server, connect
 from embedq_broker.keys import Keys, check_run_id
-from embedq_broker.liveness import model_facts
+from embedq_broker.liveness import heartbeats, model_facts
 from embedq_broker.registry import Registry
 from embedq_producer.corpus import corpus_identity
 from embedq_producer.feed import Stopped, feed
 from embedq_schemas.errors import InputError, OutputError, RunConflictError, RunIncompleteError, UsageError
-from embedq_schemas.run import ParquetSink, RunSpec, RunState, StreamSink
+from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus, StreamSink
+from embedq_worker.sinks.dataset import Dataset
 
 from embedq.options import ProduceOptions, usage_errors
 from embedq.run import exit_status
+
+_FIRST_WORD_S = 3.0
+_NEXT_WORD_S = 15.0
 
 
 def produce_corpus(
@@ -45,13 +50,14 @@ def produce_corpus(
         keys = Keys(options.queue)
         registry = Registry(client, keys)
         wanted = _request(identity, options, model_facts(client, keys))
+        _check_dataset(wanted)
         spec = registry.create(wanted)
         if not spec.same_request(wanted):
             raise RunConflictError(
                 f"run {spec.run} was made with another corpus or other options; choose another --run"
             )
-        if spec.created_at != wanted.created_at and not registry.state(spec.run).input_closed:
-            on_note(f"resuming run {spec.run}")
+        if spec.created_at != wanted.created_at:
+            _check_goes_on(registry.state(spec.run), on_note)
         try:
             feed(
                 registry,
@@ -71,13 +77,60 @@ def produce_corpus(
                 f"stopped after sending {state.counters.input} documents; the same command resumes"
             )
         if not options.wait:
-            return state, 0
-        while not state.status.terminal:
-            if stopping():
-                raise RunIncompleteError(f"run {spec.run} is {state.status}; its workers go on")
-            time.sleep(0.2)
-            state = registry.state(spec.run)
-        return state, exit_status(state)
+            return state, exit_status(state) if state.status.terminal else 0
+        return _wait(registry, client, keys, spec.run, options, stopping, on_note)
+
+
+def _wait(
+    registry: Registry,
+    client: redis.Redis,
+    keys: Keys,
+    run: str,
+    options: ProduceOptions,
+    stopping: Callable[[], bool],
+    on_note: Callable[[str], None],
+) -> tuple[RunState, int]:
+    """Wait for the run's end, saying every now and then how far it is, or that nobody works on it."""
+    look_at = time.monotonic() + _FIRST_WORD_S
+    while True:
+        state = registry.state(run)
+        if state.status.terminal:
+            return state, exit_status(state)
+        if stopping():
+            raise RunIncompleteError(f"run {run} is {state.status}; workers go on with it, now or once there are any")
+        if time.monotonic() >= look_at:
+            look_at = time.monotonic() + _NEXT_WORD_S
+            now = time.time()
+            alive = any(now - beat.at < max(10.0, options.lease_s) for beat in heartbeats(client, keys))
+            counters = state.counters
+            on_note(
+                f"{state.status}: {counters.settled:,}/{counters.input:,} documents"
+                if alive
+                else f"waiting: no worker is alive on queue {keys.queue}"
+            )
+        time.sleep(0.2)
+
+
+def _check_goes_on(state: RunState, on_note: Callable[[str], None]) -> None:
+    """Say what repeating the command of a known run means; raises RunConflictError where it can mean nothing."""
+    run, sink = state.spec.run, state.spec.sink
+    if state.status is RunStatus.COMPLETED:
+        on_note(f"run {run} was sent and completed before; --run gives another one a name of its own")
+        if sink.kind == "parquet" and not Dataset(Path(sink.path)).success.exists():
+            on_note(f"its dataset {sink.path} is not on this machine, or was removed")
+    elif state.status.terminal or state.status is RunStatus.CANCELLING:
+        reason = f" ({state.error})" if state.error else ""
+        raise RunConflictError(f"run {run} is {state.status}{reason}; start a new one under another name with --run")
+    elif not state.input_closed:
+        on_note(f"resuming run {run}")
+
+
+def _check_dataset(wanted: RunSpec) -> None:
+    """Refuse a directory of another run before anything is sent, where this machine sees the directory."""
+    if wanted.sink.kind == "parquet":
+        owner = Dataset(Path(wanted.sink.path)).run_spec()
+        if owner is not None and owner.run != wanted.run:
+            raise OutputError(f"{wanted.sink.path} holds run {owner.run}; give another directory")
 
 
 def _request(identity: str, options: ProduceOptions, facts: dict[str, str]) -> RunSpec:

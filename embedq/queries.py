@@ -62,6 +62,8 @@ def print_results(
         if after is not None:
             raise UsageError("--after belongs to results kept in Redis; this run writes a dataset, which has no cursor")
         path = Path(state.spec.sink.path)
+        if (owner := Dataset(path).run_spec()) is not None and owner.run != run:
+            raise OutputError(f"{path} holds run {owner.run}, not {run}")
         print_dataset(path, over=lambda: _is_over(registry, run, path), follow=follow, stopping=stopping, out=out)
         return None
     cursor = after or "-"
@@ -123,7 +125,10 @@ def errors_of(client: redis.Redis, keys: Keys, run: str) -> Iterator[DeadLetter]
     registry = Registry(client, keys)
     state = registry.state(run)
     if state.spec.sink.kind == "parquet":
-        yield from read_errors(Dataset(Path(state.spec.sink.path)))
+        dataset = Dataset(Path(state.spec.sink.path))
+        owner = dataset.run_spec()
+        if owner is not None and owner.run == run:
+            yield from read_errors(dataset)
     after = "-"
     while page := registry.dead_letters(run, after=after):
         yield from (letter for _, letter in page)

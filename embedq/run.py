@@ -194,10 +194,7 @@ def _drive(
             if state.status in (RunStatus.FINALIZING, RunStatus.CANCELLING):
                 finish_run(client, keys, spec.run, roots)
             elif stopping():
-                raise RunIncompleteError(
-                    f"stopped with {state.counters.settled} of {state.counters.input} documents read so far done; "
-                    "the same command resumes"
-                )
+                break
             feeder.check()
             supervisor.poll()
             patience.check(state.counters.settled, supervisor.restarts)
@@ -212,6 +209,12 @@ def _drive(
         halt.set()
         supervisor.drain()
         feeder.join()
+    # What was under way when the stop came was still finished and committed.
+    counters = registry.state(spec.run).counters
+    raise RunIncompleteError(
+        f"stopped: {counters.settled:,} of the {counters.input:,} documents read so far are done; "
+        "the same command resumes"
+    )
 
 
 def _slots(options: RunOptions) -> tuple[Slot, ...]:

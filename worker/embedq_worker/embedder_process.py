@@ -80,6 +80,14 @@ def _serve(
         steps=lambda: engine.steps,
         max_batch_tokens=engine.max_batch_tokens,
     )
+    prefetcher = Prefetcher(
+        consumer,
+        lambda: connect(url, role="prefetch", blocking=True),
+        depth=settings.prefetch,
+        decode=lambda payload: TokenBatch.decode(
+            payload, vocab_size=checkpoint.vocab_size, max_length=checkpoint.max_length
+        ),
+    )
     writer = Writer(
         connect(url, role="writer"),
         consumer,
@@ -91,14 +99,7 @@ def _serve(
         storage_patience_s=settings.storage_patience_s,
         # Token batches under lease count as backlog; a quarter leaves room for those of other embedders.
         most_input_bytes=config.broker.max_backlog_bytes // 4,
-    )
-    prefetcher = Prefetcher(
-        consumer,
-        lambda: connect(url, role="prefetch", blocking=True),
-        depth=settings.prefetch,
-        decode=lambda payload: TokenBatch.decode(
-            payload, vocab_size=checkpoint.vocab_size, max_length=checkpoint.max_length
-        ),
+        starved=lambda: prefetcher.starved,
     )
     embedder = Embedder(config, checkpoint, engine, client, consumer, stop)
     janitor = threading.Thread(target=_janitor, args=(config, keys, stop), name="janitor", daemon=True)

@@ -55,6 +55,8 @@ class Prefetcher:
         self._block_ms = block_ms
         self._ready: dict[Lane, deque[Fetched]] = {lane: deque() for lane in LANES}
         self._change = threading.Condition()
+        #: The taker waits, or went away empty-handed: nothing is being computed, and nothing is ready.
+        self.starved = True
         self._stopping = False
         self._failure: BaseException | None = None
         self._threads = [
@@ -68,7 +70,9 @@ class Prefetcher:
     def take(self, timeout_s: float) -> Fetched | None:
         """The next batch, interactive ones first; None when none came in time."""
         with self._change:
+            self.starved = not any(self._ready.values())
             self._change.wait_for(lambda: any(self._ready.values()) or self._failure is not None, timeout_s)
+            self.starved = not any(self._ready.values())
             if self._failure is not None:
                 raise self._failure
             for lane in LANES:
@@ -120,7 +124,9 @@ class Prefetcher:
                     # Jittered, so that many workers do not sweep at once.
                     next_sweep = time.monotonic() + lease_s / 4 * random.uniform(0.75, 1.25)  # noqa: S311
                     if claimed := self._consumer.claim_expired(lane, count=room):
-                        log.info("took over %d token batches whose lease ran out", len(claimed))
+                        log.info(
+                            "took over %d token batches that another worker released, or let run out", len(claimed)
+                        )
                         next_sweep = 0.0
                         self._put(lane, claimed)
                         continue

@@ -154,7 +154,7 @@ class _Loop:
             self._next_sweep = time.monotonic() + self._config.broker.lease_s / 4 * random.uniform(0.75, 1.25)  # noqa: S311
             claimed = [entry for lane in lanes for entry in self._consumer.claim_expired(lane, count=self._window())]
             if claimed:
-                log.info("took over %d jobs whose lease ran out", len(claimed))
+                log.info("took over %d jobs that another worker released, or let run out", len(claimed))
                 self._next_sweep = 0.0
                 return claimed
             if self._starved:

@@ -67,6 +67,7 @@ class Writer:
         flush_interval_s: float,
         storage_patience_s: float,
         most_input_bytes: int,
+        starved: Callable[[], bool] = lambda: True,
         depth: int = 64,
     ) -> None:
         self._client = client
@@ -80,6 +81,7 @@ class Writer:
         self._flush_interval_s = flush_interval_s
         self._storage_patience_s = storage_patience_s
         self._most_input_bytes = most_input_bytes
+        self._starved = starved
         self._last_item = time.monotonic()
         self._queue: queue.Queue[Embedded | None] = queue.Queue(maxsize=depth)
         self._pending: dict[str, _Pending] = {}
@@ -165,10 +167,12 @@ class Writer:
 
     def _flush_due(self, *, idle: bool) -> None:
         now = time.monotonic()
-        starved = idle and now - self._last_item >= _STARVED_S
+        # While a batch is being computed, more rows are on their way to the same file.
+        resting = idle and self._starved()
+        starved = resting and now - self._last_item >= _STARVED_S
         for run, pending in list(self._pending.items()):
             due = starved or now - pending.since >= self._flush_interval_s
-            if due or (idle and self._nothing_follows(run)):
+            if due or (resting and self._nothing_follows(run)):
                 self._flush(run)
 
     def _nothing_follows(self, run: str) -> bool:

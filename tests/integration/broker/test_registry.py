@@ -172,8 +172,8 @@ def test_runs_are_listed_newest_first_and_expired_ones_take_their_dead_letters_w
     queue.client.delete(queue.keys.run("a"))
     queue.registry.forget_expired()
     assert queue.client.exists(queue.keys.dead("a"))
-    queue.client.zincrby(queue.keys.runs, -KEEP_RUN_S * 1000 - 1000, "a")
-    queue.client.zincrby(queue.keys.runs, -KEEP_RUN_S * 1000 - 1000, "c")
+    queue.client.zincrby(queue.keys.runs, -KEEP_RUN_S * 1000 - 2000, "a")
+    queue.client.zincrby(queue.keys.runs, -KEEP_RUN_S * 1000 - 2000, "c")
     queue.registry.forget_expired()
     assert not queue.client.exists(queue.keys.dead("a"))
     assert queue.client.zrange(queue.keys.runs, 0, -1) == [b"c"]

@@ -26,6 +26,8 @@ from commands import (
 )
 from embedq_broker.keys import Keys
 from embedq_broker.registry import Registry
+from embedq_schemas.run import ParquetSink, RunSpec
+from embedq_worker.sinks.dataset import Dataset
 from servers import Server
 
 MANY = documents(4000, words=60)
@@ -174,8 +176,34 @@ def test_a_cancelled_run_is_skipped_and_counted(
     in_process(capsys, "produce", corpus, *url, "--run", "r")
     assert in_process(capsys, "cancel", "r", *url).out == "run r: cancelling\n"
     again = in_process(capsys, "produce", corpus, *url, "--run", "r")
-    assert again.status == 0
-    assert "status cancel" in again.out
+    assert again.status == 2
+    assert again.sentence == "error: run_conflict: run r is cancelling; start a new one under another name with --run"
+
+
+def test_a_directory_of_another_run_is_refused_before_anything_is_sent_and_never_read_as_its_own(
+    own_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ("--redis", own_server.url)
+    corpus = write_corpus(tmp_path / "c.jsonl", documents(10))
+    out = tmp_path / "out"
+    assert in_process(capsys, "produce", corpus, *url, "-o", out, "--run", "late").status == 0
+    spec = RunSpec(run="early", queue="default", sink=ParquetSink(path=str(out)), created_at=1.0)
+    Dataset(out).prepare(spec)
+    refused = in_process(capsys, "produce", corpus, *url, "-o", out, "--run", "third")
+    assert refused.status == 2
+    assert refused.sentence == f"error: output: {out} holds run early; give another directory"
+    assert "third" not in in_process(capsys, "status", *url).out
+    foreign = in_process(capsys, "results", "late", *url)
+    assert foreign.sentence == f"error: output: {out} holds run early, not late"
+
+
+def test_waiting_without_a_worker_says_so(own_server: Server, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", documents(3))
+    waiting = start("produce", corpus, "--redis", own_server.url, "--wait")
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline().strip() == "waiting: no worker is alive on queue default"
+    waiting.send_signal(signal.SIGINT)
+    assert finish(waiting).status == 4
 
 
 def test_a_server_that_cannot_be_used_is_one_sentence_in_every_command(

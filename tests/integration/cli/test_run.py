@@ -148,14 +148,17 @@ def test_an_interrupted_run_says_so_and_the_same_command_completes_it(
     stopped = finish(run)
 
     assert stopped.status == 4
-    assert stopped.sentence.startswith("incomplete: stopped with ")
-    assert stopped.sentence.endswith("the same command resumes")
     assert leftovers(run, out) == []
     before = rows(out)
     assert 0 < len(before) < len(MANY)
+    # What was under way at the signal was still committed, and is counted.
+    assert stopped.sentence.startswith(f"incomplete: stopped: {len(before):,} of the ")
+    assert stopped.sentence.endswith("the same command resumes")
     asked = in_process(capsys, "status", out)
-    assert asked.status == 2
-    assert f"it has written {len(before):,} vectors so far" in asked.sentence
+    assert asked.status == 0
+    assert f"{len(before):,} succeeded" in asked.out
+    assert f"interrupted; the embedq run command that made {out} resumes it" in asked.out
+    assert in_process(capsys, "errors", out).status == 0
 
     run = start(*command)
     wait_until(lambda: running_server_url(out / "_state"), "the server is up")
