@@ -200,8 +200,8 @@ def test_a_directory_of_another_run_is_refused_before_anything_is_sent_and_never
 def test_waiting_without_a_worker_says_so(own_server: Server, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl", documents(3))
     waiting = start("produce", corpus, "--redis", own_server.url, "--wait")
-    assert waiting.stdout is not None
-    assert waiting.stdout.readline().strip() == "waiting: no worker is alive on queue default"
+    assert waiting.stderr is not None
+    assert waiting.stderr.readline().strip() == "waiting: no worker is alive on queue default"
     waiting.send_signal(signal.SIGINT)
     assert finish(waiting).status == 4
 
