@@ -48,6 +48,7 @@ from embedq_worker.sinks.dataset import (
 )
 from embedq_worker.sinks.finish import finish_run
 from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_slots
+from redis.exceptions import RedisError
 
 from embedq.directory import finished_state
 from embedq.options import RunOptions, usage_errors
@@ -153,7 +154,8 @@ def _drive(
     on_progress: Callable[[Snapshot], None],
     on_note: Callable[[str], None],
 ) -> RunState:
-    client = connect(url, role="run")
+    # An embedded server that is gone stays gone: nothing waits for it.
+    client = connect(url, role="run", blocking=server is not None)
     keys = Keys(spec.queue)
     registry = Registry(client, keys)
     broker = options.broker(redis_url=url, queue=spec.queue)
@@ -168,7 +170,7 @@ def _drive(
     halt = threading.Event()
     feeder = _Feeder(
         lambda: feed(
-            Registry(connect(url, role="producer"), keys),
+            Registry(connect(url, role="producer", blocking=server is not None), keys),
             spec,
             corpus,
             options.read_options(),
@@ -195,18 +197,27 @@ def _drive(
                 finish_run(client, keys, spec.run, roots)
             elif stopping():
                 break
+            if server is not None:
+                server.check()
             feeder.check()
             supervisor.poll()
             patience.check(state.counters.settled, supervisor.restarts)
-            if server is not None:
-                server.check()
             time.sleep(0.01 if state.status is RunStatus.FINALIZING else _POLL_S)
+    except RedisError:
+        if server is not None:
+            # Its guard needs a moment to see and tell that it ended.
+            for _ in range(20):
+                server.check()
+                time.sleep(0.1)
+        raise
     except RunNotFoundError:
         raise RunIncompleteError(
             f"the server lost run {spec.run}, as after FLUSHALL; the same command resumes from {dataset.path}"
         ) from None
     finally:
         halt.set()
+        if server is not None and server.poll() is not None:
+            supervisor.kill()
         supervisor.drain()
         feeder.join()
     # What was under way when the stop came was still finished and committed.
@@ -288,6 +299,13 @@ class _Feeder:
 
 def _check_paths(corpus: Path, dataset: Dataset) -> None:
     source = Path(os.path.realpath(corpus))
+    try:
+        dataset.path.lstat()
+        dataset.path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise OutputError(f"{dataset.path} cannot be used: {error.strerror}; give another directory") from None
     if source == dataset.path:
         raise OutputError(f"the output {dataset.path} is the corpus itself; give another directory")
     for place in (dataset.path, *dataset.path.parents):

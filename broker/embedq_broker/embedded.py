@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -154,9 +155,13 @@ class EmbeddedServer:
         """Raise `BrokerUnavailableError` with the last words of the log when the server has ended."""
         status = self.poll()
         if status is not None:
-            raise BrokerUnavailableError(
-                f"The embedded server ended unexpectedly (status {status}): {self._last_words()} (see {self.log_file})."
-            )
+            killed_by = -status if status < 0 else status - 128  # its guard reports a signal as a shell does
+            if killed_by in signal.valid_signals():
+                # Its log cannot know: the last line there is about something else.
+                cause = f"it was killed by {signal.Signals(killed_by).name}"
+            else:
+                cause = f"status {status}, {self._last_words()}"
+            raise BrokerUnavailableError(f"The embedded server ended unexpectedly: {cause} (see {self.log_file}).")
 
     def stop(self) -> None:
         """Shut the server down gracefully, wait for its end, release the directory. Harmless when repeated.

@@ -10,6 +10,18 @@ from typing import BinaryIO
 from embedq_schemas.errors import InputError
 
 _SAMPLE_BYTES = 64 * 1024
+#: No JSON line starts like these; every line of such a file would become an error row.
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "Parquet",
+    b"ARROW1": "an Arrow file",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+}
 
 
 def open_corpus(path: Path) -> BinaryIO:
@@ -54,7 +66,11 @@ def corpus_identity(path: Path) -> str:
         raise InputError(f"The corpus {path} is a pipe, so a run over it could not be resumed.")
     with open_corpus(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        digest = hashlib.sha256(read_some(stream, _SAMPLE_BYTES, str(path)))
+        head = read_some(stream, _SAMPLE_BYTES, str(path))
+        digest = hashlib.sha256(head)
         stream.seek(max(0, size - _SAMPLE_BYTES))
         digest.update(read_some(stream, _SAMPLE_BYTES, str(path)))
+    for magic, kind in _OTHER_FORMATS.items():
+        if head.startswith(magic):
+            raise InputError(f"The corpus {path} is {kind}, not JSON lines in UTF-8; convert it first.")
     return f"{size}-{digest.hexdigest()}"

@@ -161,6 +161,14 @@ class Supervisor:
         for state in self._slots:
             state.child = None
 
+    def kill(self) -> None:
+        """End every process now: there is no server to drain to."""
+        for state in self._slots:
+            if state.child is not None:
+                state.child.process.kill()
+                state.child.process.wait()
+                state.child = None
+
     def _start(self, slot: Slot) -> _Child:
         consumer = f"{socket.gethostname()}-{slot.role}-{slot.index}-{uuid.uuid4().hex[:8]}"
         config = ProcessConfig(

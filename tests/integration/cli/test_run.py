@@ -26,6 +26,7 @@ from commands import (
     wait_until,
     write_corpus,
 )
+from embedq_broker.connect import connect
 from embedq_broker.embedded import running_server_url
 
 MANY = documents(4000)
@@ -226,3 +227,36 @@ def test_a_run_whose_model_cannot_be_served_leaves_its_directory_to_the_next(mod
     done = embedq("run", corpus, "-o", out, "--model", model)
     assert done.status == 0, done.err
     assert_complete(out, [f"d{i}" for i in range(5)])
+
+
+def test_an_embedded_server_that_is_killed_ends_the_command_at_once_and_the_same_command_completes_it(
+    model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = long_command(model, tmp_path)
+    run = start(*command)
+    wait_for_rows(out, run)
+    url = running_server_url(out / "_state")
+    assert url is not None
+    with connect(url) as client:
+        os.kill(int(client.info("server")["process_id"]), signal.SIGKILL)
+    stopped = finish(run, timeout_s=12)
+    assert stopped.status == 5
+    last = stopped.err.splitlines()[-1]
+    assert last.startswith(
+        "error: broker_unavailable: The embedded server ended unexpectedly: it was killed by SIGKILL"
+    )
+    assert leftovers(run, out) == []
+    done = finish(start(*command))
+    assert done.status == 0, done.err
+    assert_complete(out, [document["id"] for document in MANY])
+
+
+def test_a_loop_of_links_as_output_is_a_wrong_output(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    refused = in_process(capsys, "run", write_corpus(tmp_path / "c.jsonl", documents(1)), "-o", loop, "--model", model)
+    assert refused.status == 2
+    assert refused.sentence.startswith(f"error: output: {loop} cannot be used: Too many levels of symbolic links")
