@@ -15,10 +15,11 @@ LINE = '{"id": "a", "text": "b"}\n'
 @pytest.mark.parametrize(
     ("content", "kind"),
     [
-        (gzip.compress(LINE.encode()), "compressed with gzip"),
+        (gzip.compress(LINE.encode(), mtime=0), "compressed with gzip"),
         (LINE.encode("utf-16"), "text in UTF-16"),
         (b"PAR1" + bytes(100), "Parquet"),
     ],
+    ids=["gzip", "utf-16", "parquet"],
 )
 def test_another_format_is_named_and_refused(tmp_path: Path, content: bytes, kind: str) -> None:
     path = tmp_path / "corpus"
@@ -27,7 +28,9 @@ def test_another_format_is_named_and_refused(tmp_path: Path, content: bytes, kin
         corpus_identity(path)
 
 
-@pytest.mark.parametrize("content", [b"", LINE.encode(), b"\xef\xbb\xbf" + LINE.encode(), b"Basil\n"])
+@pytest.mark.parametrize(
+    "content", [b"", LINE.encode(), b"\xef\xbb\xbf" + LINE.encode(), b"Basil\n"], ids=["empty", "json", "bom", "B"]
+)
 def test_anything_else_is_read(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "corpus"
     path.write_bytes(content)
