@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -79,6 +81,9 @@ def append_line(path: Path, line: bytes) -> None:
     """Append one line durably. A torn last line, left by a crash, is ended first so that it stays alone."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
+        with contextlib.suppress(OSError):
+            # Another process's line may be half visible: without the lock, where the file system has one, it looks torn.
+            fcntl.flock(fd, fcntl.LOCK_EX)
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
         data = (b"\n" if torn else b"") + line + b"\n"
