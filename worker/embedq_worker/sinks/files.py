@@ -82,7 +82,7 @@ def append_line(path: Path, line: bytes) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         with contextlib.suppress(OSError):
-            # Another process's line may be half visible: without the lock, where the file system has one, it looks torn.
+            # Another process's line may be half visible; without the lock it would look torn.
             fcntl.flock(fd, fcntl.LOCK_EX)
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
