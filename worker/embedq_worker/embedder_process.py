@@ -14,7 +14,7 @@ from embedq_broker.commit import Commit
 from embedq_broker.connect import connect
 from embedq_broker.consume import Consumer, Stage, is_fatal
 from embedq_broker.keys import Keys
-from embedq_broker.liveness import bind_model, bury
+from embedq_broker.liveness import bind_model
 from embedq_broker.registry import Registry
 from embedq_schemas.dead_letter import DeadLetter, clip
 from embedq_schemas.dead_letter import Stage as FailedStage
@@ -28,7 +28,7 @@ from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embed import Embedded, RunPart, dead_letter, embed
 from embedq_worker.engine import Engine, load_engine
 from embedq_worker.hold import until_accepted
-from embedq_worker.keeper import Keeper, Progress
+from embedq_worker.keeper import Keeper, Progress, leave
 from embedq_worker.prefetch import Fetched, Prefetcher
 from embedq_worker.runs import RunCache
 from embedq_worker.settings import ProcessConfig
@@ -125,7 +125,7 @@ def _serve(
         writer.close(settings.grace_s)
     finally:
         keeper.stop()
-        _leave(client, keys, consumer)
+        leave(client, consumer)
 
 
 class Embedder:
@@ -243,12 +243,3 @@ def _janitor(config: ProcessConfig, keys: Keys, stop: threading.Event) -> None:
         except Exception:
             # Housekeeping must not end: the next round may find the cause gone.
             log.exception("housekeeping failed")
-
-
-def _leave(client: redis.Redis, keys: Keys, consumer: Consumer) -> None:
-    """Give back what is still held and take the name off the board."""
-    try:
-        consumer.release_all()
-        bury(client, keys, consumer.name)
-    except RedisError as error:
-        log.warning("cannot release leases, they run out by themselves: %s", error)

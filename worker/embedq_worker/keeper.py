@@ -19,7 +19,7 @@ import redis
 from embedq_broker.consume import Consumer
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
-from embedq_broker.liveness import Heartbeat, beat
+from embedq_broker.liveness import Heartbeat, beat, bury
 from redis.exceptions import RedisError
 
 log = logging.getLogger(__name__)
@@ -140,3 +140,12 @@ class Keeper:
                 detail=progress.detail,
             ),
         )
+
+
+def leave(client: redis.Redis, consumer: Consumer) -> None:
+    """Give back what is still held and take the name off the board."""
+    try:
+        consumer.release_all()
+        bury(client, consumer.keys, consumer.name)
+    except RedisError as error:
+        log.warning("cannot release leases, they run out by themselves: %s", error)

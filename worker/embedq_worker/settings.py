@@ -67,5 +67,4 @@ class ProcessConfig(BaseModel):
     broker: BrokerSettings
     worker: WorkerSettings
     engine: EngineSettings
-    #: Set by a supervisor that ends with its run: a storage failure then ends the process early.
     log_level: str = "INFO"

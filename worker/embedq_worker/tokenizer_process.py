@@ -14,14 +14,14 @@ from embedq_broker.connect import connect, translate
 from embedq_broker.consume import Consumer, Entry, Stage, undelivered
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
-from embedq_broker.liveness import bind_model, bury, wanted_batch_tokens
+from embedq_broker.liveness import bind_model, wanted_batch_tokens
 from embedq_broker.registry import Registry
 from embedq_schemas.names import LANES, Lane
 from redis.exceptions import RedisError
 
 from embedq_worker.embedder_process import model_facts
 from embedq_worker.hold import passes, until_accepted
-from embedq_worker.keeper import Keeper, Progress
+from embedq_worker.keeper import Keeper, Progress, leave
 from embedq_worker.runs import RunCache
 from embedq_worker.settings import ProcessConfig
 from embedq_worker.tokenization import TextTokenizer
@@ -59,11 +59,7 @@ def run_tokenizer(config: ProcessConfig, stop: threading.Event, ready: Callable[
         _Loop(config, client, consumer, stage, progress, stop).run()
     finally:
         keeper.stop()
-        try:
-            consumer.release_all()
-            bury(client, keys, consumer.name)
-        except RedisError as error:
-            log.warning("cannot release leases, they run out by themselves: %s", error)
+        leave(client, consumer)
 
 
 class _Loop:
@@ -90,6 +86,8 @@ class _Loop:
         self._adopt = False
         self._budget: int | None = None
         self._budget_at = 0.0
+        self._ahead = False
+        self._starved = False
 
     def run(self) -> None:
         failures = 0
@@ -188,9 +186,6 @@ class _Loop:
         if lane is Lane.BULK:
             self._ahead = waiting > 0
         return waiting < self._config.broker.max_ready_batches
-
-    _ahead = False
-    _starved = False
 
     def _embedders_known(self) -> bool:
         """Refresh the token budget; False while it is too early to pack without one."""

@@ -126,6 +126,3 @@ def require_writable(dataset: Dataset) -> None:
             probe.write_bytes(b"embedq")
         finally:
             probe.unlink(missing_ok=True)
-
-
-__all__ = ["Dataset", "StorageError", "open_dataset", "require_free", "require_writable"]
