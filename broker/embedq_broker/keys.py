@@ -85,6 +85,11 @@ class Keys:
         """Set: runs whose dataset is not finished."""
         return self._key("open")
 
+    @property
+    def events(self) -> str:
+        """Stream, trimmed: ids of runs whose results, dead letters or status just changed. It wakes clients up."""
+        return self._key("events")
+
     def run(self, run: str) -> str:
         """Hash: one run's specification, status and counters."""
         return self._key("run", run)
@@ -105,6 +110,10 @@ class Keys:
     def tries(self) -> str:
         """Hash: entry (stream suffix and id) to the number of tries that never came back."""
         return self._key("tries")
+
+    def store(self, store: str, *parts: str) -> str:
+        """Records of the files and batches of one data directory of the gateway, and their indexes."""
+        return self._key("store", store, *parts)
 
     def lock(self, name: str) -> str:
         """String: a mutual exclusion with a TTL, such as one sweeper per group."""
