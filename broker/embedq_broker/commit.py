@@ -31,8 +31,11 @@ from embedq_broker.scripts import text
 
 log = logging.getLogger(__name__)
 
-#: How long a token is remembered; no retry of a commit lasts longer.
+#: How long the token of a commit that names a file is remembered; no retry lasts longer.
 TOKEN_TTL_MS = 24 * 3600 * 1000
+#: The same where all outputs are in Redis: a retry after it finds its inputs gone, and has nothing to discard. Services
+#: commit thousands of small batches a minute, each with a token.
+SHORT_TOKEN_TTL_MS = 600 * 1000
 #: How long WAIT and WAITAOF may take.
 DURABLE_TIMEOUT_MS = 10_000
 _POINTS = {
@@ -70,6 +73,7 @@ class Commit:
     _adds: list[dict[str, Any]] = field(default_factory=list)
     _payloads: list[bytes | memoryview] = field(default_factory=list)
     _counters: dict[tuple[str, str], int] = field(default_factory=dict)
+    _names_file: bool = False
 
     def count(self, run: str, counter: str, by: int) -> None:
         """Move one of a run's counters."""
@@ -95,6 +99,7 @@ class Commit:
         """The commit record of a staged file of the dataset directory `dataset`."""
         fields = ["run", file.run, "dataset", dataset, "file", file.encode().decode()]
         self._adds.append({"key": self.consumer.keys.commits, "fields": fields, "run": file.run})
+        self._names_file = True
         self.count(file.run, "committed_files", 1)
 
     def add_dead_letter(self, run: str, letter: DeadLetter) -> None:
@@ -108,7 +113,7 @@ class Commit:
         With `durability` above `process` the client must hold a single connection: WAITAOF and WAIT speak of the
         writes of their own connection.
         """
-        keys = [self.consumer.keys.token(self.token), self.consumer.keys.bytes]
+        keys = [self.consumer.keys.token(self.token), self.consumer.keys.bytes, self.consumer.keys.events]
         plan = self._plan(keys)
         args = [json.dumps(plan, separators=(",", ":")), *self._payloads]
         before, after = _POINTS[self.consumer.stage]
@@ -174,7 +179,7 @@ class Commit:
                 planned["run"] = index(self.consumer.keys.run(add["run"]))
             adds.append(planned)
         return {
-            "ttl_ms": TOKEN_TTL_MS,
+            "ttl_ms": TOKEN_TTL_MS if self._names_file else SHORT_TOKEN_TTL_MS,
             "group": self.consumer.stage,
             "consumer": self.consumer.name,
             "inputs": [

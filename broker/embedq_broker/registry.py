@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -23,16 +23,18 @@ from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.scripts import Arg, text
 
-#: How long a run is remembered after its end; the same in prelude.lua.
-KEEP_RUN_S = 7 * 86400
+#: Times the TTL of its results that a run is remembered after its end: a late reader hears "expired", not "unknown".
+KEEP_TTLS = 2
+#: Names of runs looked at in one round of forgetting.
+_FORGET_SAMPLE = 1000
 
 log = logging.getLogger(__name__)
 
-_COUNTERS = ("input", "succeeded", "failed", "skipped", "tokens")
+COUNTERS = ("input", "succeeded", "failed", "skipped", "tokens")
 _FIELDS = (
     *("spec", "status", "input_closed", "position", "error", "created_ms", "updated_ms"),
     *("committed_files", "published_files"),
-    *_COUNTERS,
+    *COUNTERS,
 )
 
 
@@ -70,7 +72,10 @@ class Registry:
         """
         check_durability(self._client, spec.durability)
         keys = [self.keys.run(spec.run), self.keys.runs, self.keys.open_datasets]
-        reply = scripts.call(self._client, "create_run", keys, [spec.run, spec.encode(), spec.sink.kind])
+        args: list[Arg] = [spec.run, spec.encode(), spec.sink.kind]
+        if spec.sink.kind == "stream":
+            args.append(spec.sink.ttl_s * 1000 * KEEP_TTLS)
+        reply = scripts.call(self._client, "create_run", keys, args)
         return spec if reply[0] == 1 else RunSpec.decode(reply[1])
 
     def enqueue(
@@ -108,7 +113,7 @@ class Registry:
             reply = scripts.call(
                 self._client,
                 "enqueue",
-                [self.keys.run(spec.run), jobs, self.keys.bytes, self.keys.dead(spec.run)],
+                [self.keys.run(spec.run), jobs, self.keys.bytes, self.keys.dead(spec.run), self.keys.events],
                 [
                     *(expected, position, max_backlog_bytes, self.keys.suffix(jobs), spec.run, documents, skipped),
                     *(int(close), SCHEMA_VERSION, codec, payload, settled),
@@ -143,7 +148,7 @@ class Registry:
         streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
         of_run = (self.keys.run(run), self.keys.dead(run), self.keys.results(run))
         shared = (self.keys.commits, self.keys.bytes, self.keys.model, self.keys.workers, self.keys.runs)
-        self._client.delete(*streams, *of_run, *shared, self.keys.open_datasets, self.keys.tries)
+        self._client.delete(*streams, *of_run, *shared, self.keys.open_datasets, self.keys.tries, self.keys.events)
 
     def state(self, run: str) -> RunState:
         """The run now; raises RunNotFoundError."""
@@ -161,7 +166,7 @@ class Registry:
         return RunState(
             spec=RunSpec.decode(fields["spec"]),
             status=RunStatus(text(fields["status"])),
-            counters=RunCounters(**{name: int(fields[name] or 0) for name in _COUNTERS}),
+            counters=RunCounters(**{name: int(fields[name] or 0) for name in COUNTERS}),
             input_closed=fields["input_closed"] == b"1",
             position=None if position is None else text(position),
             committed_files=int(fields["committed_files"] or 0),
@@ -187,7 +192,7 @@ class Registry:
     ) -> tuple[bool, RunStatus]:
         """Move the run to `to` if its status is one of `allowed`. Returns (moved, status after the call)."""
         args: list[Arg] = [to, error, int(to.terminal), *allowed]
-        reply = scripts.call(self._client, "transition", [self.keys.run(run)], args, allow_oom=True)
+        reply = scripts.call(self._client, "transition", [self.keys.run(run), self.keys.events], args, allow_oom=True)
         if reply[0] == -1:
             raise RunNotFoundError(f"queue {self.keys.queue} knows no run {run}")
         return reply[0] == 1, RunStatus(text(reply[1]))
@@ -196,6 +201,15 @@ class Registry:
         """Ask for cancellation: what is not yet computed is skipped. Returns the status after the call."""
         open_states = (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
         return self.transition(check_run_id(run), RunStatus.CANCELLING, open_states)[1]
+
+    def forget(self, run: str) -> RunStatus | None:
+        """Drop a run that is over, with its results; None when it is gone, else the status of one that is not over."""
+        of_run = [self.keys.run(check_run_id(run)), self.keys.results(run), self.keys.dead(run)]
+        over = [status for status in RunStatus if status.terminal]
+        reply = scripts.call(
+            self._client, "drop_run", [*of_run, self.keys.runs, self.keys.bytes], [run, *over], allow_oom=True
+        )
+        return None if reply[0] == 1 else RunStatus(text(reply[1]))
 
     def streams_empty(self) -> bool:
         """Whether no job and no token batch is in the queue."""
@@ -240,17 +254,7 @@ class Registry:
         """A page of the dead letters still in Redis, in the order of their arrival, after entry id `after`."""
         start = after if after == "-" else f"({after}"
         entries: Any = self._client.xrange(self.keys.dead(run), start, "+", count=count)
-        letters = []
-        for entry_id, fields in entries or ():
-            try:
-                letter = DeadLetter.decode(fields.get(b"letter", b""))
-            except CodecError as error:
-                # It was counted as a failed document, and must not keep its run from ending.
-                letter = DeadLetter(
-                    ordinal=-1, stage=FailedStage.PRODUCE, code=DocumentErrorCode.UNREADABLE_ERROR, message=clip(error)
-                )
-            letters.append((text(entry_id), letter))
-        return letters
+        return parse_letters(entries)
 
     def backlog_bytes(self) -> int:
         """Payload bytes held in the queue's streams."""
@@ -258,13 +262,36 @@ class Registry:
 
     def forget_expired(self) -> None:
         """Drop what outlives an expired run, and take expired results out of the backlog."""
-        now_s, _ = self._client.time()
-        names: Any = self._client.zrangebyscore(self.keys.runs, "-inf", (now_s - KEEP_RUN_S) * 1000)
-        for name in map(text, names):
-            if not self._client.exists(self.keys.run(name)):
-                self._forget_run(name)
-        for field in self._client.hkeys(self.keys.bytes):
-            kind, _, run = text(field).partition(":")
-            stream = {"results": self.keys.results, "dead": self.keys.dead}.get(kind)
-            if stream is not None and not self._client.exists(stream(run)):
-                self._client.hdel(self.keys.bytes, field)
+        # A sample: runs expire at their own times, and whoever asks often gets round to every name.
+        sampled: Any = self._client.zrandmember(self.keys.runs, _FORGET_SAMPLE)
+        names = [text(name) for name in sampled]
+        for name in self._missing_of(names, self.keys.run):
+            self._forget_run(name)
+        held = [text(field) for field in self._client.hkeys(self.keys.bytes)]
+        for kind, stream in (("results:", self.keys.results), ("dead:", self.keys.dead)):
+            runs = [field.removeprefix(kind) for field in held if field.startswith(kind)]
+            if gone := [kind + run for run in self._missing_of(runs, stream)]:
+                self._client.hdel(self.keys.bytes, *gone)
+
+    def _missing_of(self, runs: Sequence[str], key: Callable[[str], str]) -> list[str]:
+        """Those of `runs` whose key does not exist."""
+        # Not a transaction: a full server refuses to queue even reads.
+        pipe = self._client.pipeline(transaction=False)
+        for run in runs:
+            pipe.exists(key(run))
+        return [run for run, exists in zip(runs, pipe.execute(), strict=True) if not exists]
+
+
+def parse_letters(entries: Any) -> list[tuple[str, DeadLetter]]:
+    """(entry id, letter) of the raw entries of a dead letter stream."""
+    letters = []
+    for entry_id, fields in entries or ():
+        try:
+            letter = DeadLetter.decode(fields.get(b"letter", b""))
+        except CodecError as error:
+            # It was counted as a failed document, and must not keep its run from ending.
+            letter = DeadLetter(
+                ordinal=-1, stage=FailedStage.PRODUCE, code=DocumentErrorCode.UNREADABLE_ERROR, message=clip(error)
+            )
+        letters.append((text(entry_id), letter))
+    return letters

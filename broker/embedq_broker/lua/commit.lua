@@ -1,5 +1,5 @@
 -- The one atomic step in which outputs become visible and inputs are acknowledged.
--- KEYS: 1 token, 2 bytes hash, then whatever streams and run hashes the plan names by index
+-- KEYS: 1 token, 2 bytes hash, 3 events stream, then whatever streams and run hashes the plan names by index
 -- ARGV: 1 plan (JSON), 2... payloads
 -- plan = {
 --   ttl_ms,                      how long the token is remembered: longer than any retry
@@ -27,6 +27,7 @@ for _, input in ipairs(plan.inputs) do
 end
 if #lost > 0 then return {'lost', lost} end
 local reply = {'ok'}
+local changed = {}
 for _, add in ipairs(plan.adds) do
   if add.run and redis.call('EXISTS', KEYS[add.run]) == 0 then
     reply[#reply + 1] = ''
@@ -39,6 +40,7 @@ for _, add in ipairs(plan.adds) do
     end
     reply[#reply + 1] = redis.call('XADD', KEYS[add.k], '*', unpack(fields))
     if add.ttl_ms then redis.call('PEXPIRE', KEYS[add.k], add.ttl_ms) end
+    if add.run then changed[KEYS[add.run]] = true end
   end
 end
 local touched = {}
@@ -52,8 +54,9 @@ end
 local now = now_ms()
 for key in pairs(touched) do
   redis.call('HSET', key, 'updated_ms', now)
-  settle(key)
+  if settle(key) then changed[key] = true end
 end
+announce(KEYS[3], changed)
 redis.call('SET', KEYS[1], 1, 'PX', plan.ttl_ms)
 for _, input in ipairs(plan.inputs) do
   local key = KEYS[input.k]

@@ -1,7 +1,7 @@
 -- Send one job, with the outcomes of documents that never become jobs, and advance the producer's position.
 -- The position is the idempotency token: it is compared and set, so a retried call adds nothing twice and a second
 -- producer of the same run is fenced off.
--- KEYS: 1 run hash, 2 jobs stream, 3 bytes hash, 4 dead letters stream
+-- KEYS: 1 run hash, 2 jobs stream, 3 bytes hash, 4 dead letters stream, 5 events stream
 -- ARGV: 1 expected position, 2 new position, 3 max backlog bytes, 4 field of `bytes`, 5 run id, 6 documents, 7 skipped,
 --       8 close input (0/1), 9 schema version, 10 codec, 11 payload ('' for none), 12 documents whose outcome is counted
 --       already, 13... dead letters
@@ -31,8 +31,10 @@ redis.call('HINCRBY', KEYS[1], 'ready', skipped + settled + dead)
 redis.call('HINCRBY', KEYS[1], 'failed', dead)
 redis.call('HINCRBY', KEYS[1], 'skipped', skipped)
 redis.call('HSET', KEYS[1], 'position', ARGV[2], 'status', 'in_progress', 'updated_ms', now_ms())
+local changed = dead > 0
 if ARGV[8] == '1' then
   redis.call('HSET', KEYS[1], 'input_closed', 1)
-  settle(KEYS[1])
+  changed = settle(KEYS[1]) or changed
 end
+if changed then announce(KEYS[5], {[KEYS[1]] = true}) end
 return {'ok'}

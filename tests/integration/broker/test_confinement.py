@@ -94,6 +94,7 @@ def use_everything(client: redis.Redis, tmp_path: Path) -> None:
     registry.missing("r")
     registry.all_in_batches("r")
     registry.forget_expired()
+    assert registry.forget("s") is None
     consumer.release_all()
     registry.restore(spec, RunCounters(succeeded=1), files=1)
 
