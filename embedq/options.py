@@ -455,7 +455,24 @@ class CancelOptions(ConnectOptions):
     """Options of `embedq cancel`."""
 
 
-ALL_OPTIONS: tuple[type[Options], ...] = (
+ALL_OPTIONS: list[type[Options]] = []
+"""The options of every command: keys of `embedq.toml` and variables that none of them has are misspelt."""
+
+
+def register(*commands: type[Options]) -> None:
+    """Make commands' options known. Fields without a description get that of the component they belong to."""
+    for options in commands:
+        ALL_OPTIONS.append(options)
+        for base in (BrokerSettings, WorkerSettings):
+            bare = [name for name, field in options.model_fields.items() if not field.description]
+            _inherit(options, base, tuple(name for name in bare if name in base.model_fields))
+        for name, source in EngineSettings.model_fields.items():
+            target = "engine" if name == "kind" else name
+            if target in options.model_fields and not options.model_fields[target].description:
+                options.model_fields[target].description = source.description
+
+
+register(
     RunOptions,
     ProduceOptions,
     WorkerOptions,
@@ -468,17 +485,3 @@ ALL_OPTIONS: tuple[type[Options], ...] = (
     BenchOptions,
     DoctorOptions,
 )
-
-for _options in ALL_OPTIONS:
-    for _base in (BrokerSettings, WorkerSettings):
-        _inherit(
-            _options,
-            _base,
-            tuple(
-                n for n in _base.model_fields if n in _options.model_fields and not _options.model_fields[n].description
-            ),
-        )
-    for _name, _source in EngineSettings.model_fields.items():
-        _target = "engine" if _name == "kind" else _name
-        if _target in _options.model_fields and not _options.model_fields[_target].description:
-            _options.model_fields[_target].description = _source.description
