@@ -1,0 +1,5 @@
+"""What a person does with a finished dataset directory: read, inspect, search, export, compact it."""
+
+from embedq.dataset.reader import DatasetReader, VectorFacts, open_dataset
+
+__all__ = ["DatasetReader", "VectorFacts", "open_dataset"]

@@ -1,0 +1,162 @@
+"""What a dataset holds and whether it is sound (`embedq inspect`): one pass over its files, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from embedq_producer.id_set import hash_ids
+from embedq_schemas.run import RunSpec
+from embedq_schemas.vector_batch import VectorBatch
+from embedq_worker.embed import NORM_TOLERANCE
+from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.errors import read_errors
+from numpy.typing import NDArray
+
+from embedq.dataset.reader import DatasetReader, VectorFacts
+from embedq.dataset.repeats import RepeatedKeys
+
+_COLUMNS = ("id", "vector", "n_tokens", "truncated", "text_sha256")
+
+
+@dataclass(frozen=True)
+class Norms:
+    """L2 norms of the vectors. `not_unit`: rows whose norm is not 1 within 1e-3; `not_finite`: with NaN or infinity."""
+
+    smallest: float
+    mean: float
+    largest: float
+    not_unit: int
+    not_finite: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of the whole texts, before truncation. `histogram`: (first, last, documents) of ranges that double."""
+
+    median: int
+    p95: int
+    p99: int
+    largest: int
+    total: int
+    histogram: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class DatasetInspection:
+    """`repeated_ids` and `repeated_texts` count rows after the first of each; texts are compared by their SHA-256."""
+
+    path: str
+    spec: RunSpec
+    complete: bool
+    rows: int
+    files: int
+    size_bytes: int
+    columns: dict[str, str]
+    facts: VectorFacts | None
+    norms: Norms | None
+    tokens: Tokens | None
+    truncated: int
+    repeated_ids: int
+    repeated_texts: int
+    errors: dict[str, int]
+    #: Part files that lie in the directory and are in no manifest: left by a process that was killed.
+    strangers: int
+    summary: dict[str, Any]
+
+
+def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
+    """Read every row once; raises OutputError where a file does not read back."""
+    lengths, norms, truncated = _Lengths(), _NormsSoFar(), 0
+    repeated_ids = repeated_texts = 0
+    if reader.files:
+        with RepeatedKeys() as ids, RepeatedKeys() as texts:
+            for batch in reader.batches(_COLUMNS):
+                ids.add(hash_ids(batch.column("id")))
+                texts.add(_leading_bytes(batch.column("text_sha256")))
+                norms.add(VectorBatch(batch).vectors)
+                lengths.add(batch.column("n_tokens").to_numpy())
+                truncated += batch.column("truncated").true_count
+            repeated_ids, repeated_texts = ids.find()[0], texts.find()[0]
+    listed = {file.name for file in reader.files}
+    return DatasetInspection(
+        path=str(reader.path),
+        spec=reader.spec,
+        complete=reader.complete,
+        rows=reader.rows,
+        files=len(reader.files),
+        size_bytes=reader.size_bytes,
+        columns={field.name: str(field.type) for field in reader.schema} if reader.files else {},
+        facts=reader.facts if reader.files else None,
+        norms=norms.result(reader.rows) if reader.files else None,
+        tokens=lengths.result() if reader.files else None,
+        truncated=truncated,
+        repeated_ids=repeated_ids,
+        repeated_texts=repeated_texts,
+        errors=dict(Counter(str(letter.code) for letter in read_errors(Dataset(reader.path))).most_common()),
+        strangers=sum(path.name not in listed for path in reader.path.glob("part-*.parquet")),
+        summary=reader.summary,
+    )
+
+
+def _leading_bytes(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
+    """The first 8 bytes of each digest: enough to tell texts apart, as 64-bit hashes tell ids."""
+    data = np.frombuffer(digests.buffers()[1], dtype=np.uint8).reshape(-1, 32)
+    return np.ascontiguousarray(data[digests.offset : digests.offset + len(digests), :8]).view(np.uint64)[:, 0]
+
+
+class _NormsSoFar:
+    def __init__(self) -> None:
+        self._smallest, self._largest, self._sum = np.inf, 0.0, 0.0
+        self._not_unit = self._not_finite = 0
+
+    def add(self, vectors: NDArray[np.float32]) -> None:
+        norms = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))
+        finite = norms[np.isfinite(norms)]
+        self._not_finite += len(norms) - len(finite)
+        if len(finite):
+            self._smallest = min(self._smallest, float(finite.min()))
+            self._largest = max(self._largest, float(finite.max()))
+            self._sum += float(finite.sum())
+            self._not_unit += int((np.abs(finite - 1) > NORM_TOLERANCE).sum())
+
+    def result(self, rows: int) -> Norms:
+        finite = rows - self._not_finite
+        mean = self._sum / finite if finite else float("nan")
+        return Norms(self._smallest, mean, self._largest, self._not_unit, self._not_finite)
+
+
+class _Lengths:
+    """Exact counts by length; texts are at most some hundred thousand tokens long."""
+
+    def __init__(self) -> None:
+        self._counts: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+
+    def add(self, lengths: NDArray[np.int32]) -> None:
+        counts = np.bincount(lengths, minlength=len(self._counts))
+        counts[: len(self._counts)] += self._counts
+        self._counts = counts
+
+    def result(self) -> Tokens:
+        counts = self._counts
+        upto = np.cumsum(counts)
+
+        def at(share: float) -> int:
+            return int(np.searchsorted(upto, share * upto[-1], side="left"))
+
+        largest = len(counts) - 1
+        edges = [0, *(1 << power for power in range(largest.bit_length() + 1))]
+        ranges = pairwise(edges)
+        histogram = [(first, min(end - 1, largest), int(counts[first:end].sum())) for first, end in ranges]
+        return Tokens(
+            median=at(0.5),
+            p95=at(0.95),
+            p99=at(0.99),
+            largest=largest,
+            total=int((counts * np.arange(len(counts))).sum()),
+            histogram=tuple(row for row in histogram if row[2]),
+        )

@@ -1,0 +1,249 @@
+"""Reading a dataset directory: only the files its manifest names count.
+
+A glob over `part-*.parquet` finds the same rows in a directory at rest; the manifest is what stays right while files
+are being published, compacted or withdrawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from embedq_schemas.errors import OutputError, RunIncompleteError, RunNotFoundError, UsageError
+from embedq_schemas.manifest import PublishedFile, read_manifest
+from embedq_schemas.run import RunSpec
+from embedq_worker.sinks.dataset import Dataset
+
+SUPERSEDED_NAME = "_superseded"
+"""Folder of files that a compaction replaced: kept for a while for readers that opened the manifest before it."""
+
+BATCH_BYTES = 16 << 20
+_METADATA_PREFIX = b"embedq."
+Order = Literal["file", "input"]
+
+
+@dataclass(frozen=True)
+class VectorFacts:
+    """How a dataset's vectors were made, as its files say.
+
+    `dimensions` is the length of a vector. `normalized`: every vector has an L2 norm of 1. `dtype` is what the model
+    computed in; vectors are stored as float32. `prompt` was put before every document. `version` is embedq's.
+    """
+
+    model_id: str
+    revision: str
+    fingerprint: str
+    pooling: str
+    normalized: bool
+    dimensions: int
+    dtype: str
+    prompt: str
+    version: str
+
+
+@dataclass(frozen=True)
+class DatasetReader:
+    """An opened dataset. `files` are those that counted at that moment, in the order of their publication."""
+
+    path: Path
+    spec: RunSpec
+    files: tuple[PublishedFile, ...]
+    #: Every document of the run's input has its row here or among the errors.
+    complete: bool
+    #: What `_SUCCESS` says: the run's counters; empty while the run is not complete.
+    summary: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all files."""
+        return sum(file.rows for file in self.files)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def locate(self, file: PublishedFile) -> Path:
+        """Where the file lies now; a compaction may have moved it since the dataset was opened."""
+        path = self.path / file.name
+        moved = self.path / SUPERSEDED_NAME / file.name
+        return path if path.exists() or not moved.exists() else moved
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Columns of every file: `id, ordinal, vector, n_tokens, truncated, text_sha256`, metadata, perhaps `text`.
+
+        Its metadata hold the facts of the first file. Raises OutputError where there is no file, or its vectors are
+        of a type this version does not read.
+        """
+        if not self.files:
+            raise OutputError(f"{self.path} holds no vectors")
+        with readable(self.locate(self.files[0])) as file:
+            schema: pa.Schema = file.schema_arrow
+        vector = schema.field("vector").type
+        if not pa.types.is_fixed_size_list(vector) or vector.value_type != pa.float32():
+            raise OutputError(f"{self.path} holds vectors of type {vector}, which this version does not read")
+        return schema
+
+    @cached_property
+    def facts(self) -> VectorFacts:
+        """How the vectors were made. Raises OutputError as `schema` does."""
+        texts = facts_in(self.schema)
+        return VectorFacts(
+            model_id=texts.get("model_id", ""),
+            revision=texts.get("revision", ""),
+            fingerprint=texts.get("fingerprint", self.spec.model_fingerprint or ""),
+            pooling=texts.get("pooling", ""),
+            normalized=texts.get("normalized") == "true",
+            dimensions=self.dimensions,
+            dtype=texts.get("dtype", ""),
+            prompt=texts.get("prompt", ""),
+            version=texts.get("version", ""),
+        )
+
+    @property
+    def dimensions(self) -> int:
+        """Components of a vector."""
+        return int(self.schema.field("vector").type.list_size)
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows whose vectors take about 16 MB."""
+        return max(1, BATCH_BYTES // (4 * self.dimensions))
+
+    def batches(
+        self, columns: Sequence[str] | None = None, *, order: Order = "file", batch_rows: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows as record batches, in bounded memory. `VectorBatch(batch).vectors` is their float32 [n, d] view.
+
+        Args:
+            columns: names of the columns wanted, in the dataset's order; None means all.
+            order: `file` is the fastest and follows the manifest; `input` follows `ordinal`, the documents' order in
+                the run's input, and gives each ordinal once: its newest row.
+            batch_rows: most rows of a batch; None means about 16 MB of vectors.
+
+        Raises:
+            UsageError: there is no such column.
+            OutputError: a file is gone, damaged, or not of the dataset's columns.
+        """
+        schema = self.select(columns)
+        rows = batch_rows or self.batch_rows
+        if order == "input":
+            from embedq.dataset.input_order import in_input_order
+
+            return in_input_order(self, schema, rows)
+        return self._in_file_order(schema, rows)
+
+    def _in_file_order(self, schema: pa.Schema, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        for file in self.files:
+            yield from self.file_batches(file, schema, batch_rows)
+
+    def file_batches(self, file: PublishedFile, schema: pa.Schema, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """The rows of one file, columns as in `schema`; raises OutputError as `batches` does."""
+        path = self.locate(file)
+        with readable(path) as opened:
+            _check_columns(path, opened.schema_arrow, schema)
+            for batch in opened.iter_batches(batch_size=batch_rows, columns=schema.names):
+                yield batch.select(schema.names)
+
+    def select(self, columns: Sequence[str] | None) -> pa.Schema:
+        """The schema of `columns`, in the dataset's order; raises UsageError where there is no such column."""
+        if columns is None:
+            return self.schema
+        if missing := [name for name in columns if name not in self.schema.names]:
+            raise UsageError(f"{self.path} has no column {', '.join(missing)}; it has: {', '.join(self.schema.names)}")
+        return pa.schema([field for field in self.schema if field.name in columns], self.schema.metadata)
+
+
+def open_dataset(path: str | Path, *, partial: bool = False) -> DatasetReader:
+    """Open the dataset directory that a run wrote.
+
+    Args:
+        path: the directory.
+        partial: also open a dataset that is not complete, with the rows it has at this moment.
+
+    Raises:
+        RunNotFoundError: the directory holds no run.
+        RunIncompleteError: it is not complete, and `partial` is not asked for.
+        OutputError: a file of the manifest is gone or has another size, or a file of ours does not decode.
+    """
+    dataset = Dataset(Path(path))
+    spec = dataset.run_spec()
+    if spec is None:
+        raise RunNotFoundError(f"{path} holds no run")
+    # The mark first: files published between the two looks belong to a run that was not complete.
+    summary = _summary(dataset)
+    reader = DatasetReader(
+        path=dataset.path,
+        spec=spec,
+        files=tuple(read_manifest(dataset.path).values()),
+        complete=summary is not None,
+        summary=summary or {},
+    )
+    if not (reader.complete or partial):
+        raise RunIncompleteError(
+            f"{path} is not complete, it holds {reader.rows:,} vectors so far; finish its run, or add --partial"
+        )
+    _check_files(reader)
+    return reader
+
+
+def _summary(dataset: Dataset) -> dict[str, Any] | None:
+    try:
+        found = json.loads(dataset.success.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{dataset.success} cannot be read: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("succeeded"), int):
+        raise OutputError(f"{dataset.success} is not what a run writes")
+    return found
+
+
+def _check_files(reader: DatasetReader) -> None:
+    for file in reader.files:
+        path = reader.locate(file)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise OutputError(f"{path} is in the manifest and cannot be read: {error.strerror}") from None
+        if size != file.size_bytes:
+            raise OutputError(f"{path} holds {size} bytes, its manifest says {file.size_bytes}")
+    succeeded = reader.summary.get("succeeded")
+    # A compaction writes down what it will drop before it drops it.
+    if reader.complete and reader.rows not in (succeeded, succeeded - reader.summary.get("superseded", 0)):
+        raise OutputError(f"{reader.path} holds {reader.rows} rows, its run had {succeeded}")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[pq.ParquetFile]:
+    """The open Parquet file at `path`; what goes wrong with it inside the block is raised as OutputError."""
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
+        raise OutputError(f"{path} cannot be read: {str(error)[:200]}") from None
+
+
+def facts_in(schema: pa.Schema) -> dict[str, str]:
+    """embedq's own entries of a file's metadata, by name."""
+    return {
+        key.removeprefix(_METADATA_PREFIX).decode(): value.decode()
+        for key, value in (schema.metadata or {}).items()
+        if key.startswith(_METADATA_PREFIX)
+    }
+
+
+def _check_columns(path: Path, found: pa.Schema, wanted: pa.Schema) -> None:
+    for field in wanted:
+        index = found.get_field_index(field.name)
+        if index < 0 or found.field(index).type != field.type:
+            kind = "is missing" if index < 0 else f"is {found.field(index).type}, not {field.type} as elsewhere"
+            raise OutputError(f"{path}: column {field.name} {kind}")
