@@ -6,7 +6,7 @@ A look is three commands, so that a reader that waits for many runs asks for all
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -56,6 +56,8 @@ class Look:
     results: Sequence[tuple[str, bytes]]
     #: (entry id, letter), at most as many as were asked for.
     letters: Sequence[tuple[str, DeadLetter]]
+    #: More may follow in the streams already.
+    full: bool = False
 
     @property
     def over(self) -> bool:
@@ -74,24 +76,30 @@ class Look:
         )
 
 
-def look_at(client: redis.Redis, keys: Keys, wanted: Sequence[tuple[str, Cursor]], *, count: int) -> list[Look]:
-    """Look at (run, cursor) pairs, with at most `count` result entries and dead letters each."""
+def look_at(client: redis.Redis, keys: Keys, wanted: Sequence[tuple[str, Cursor | None]], *, count: int) -> list[Look]:
+    """Look at (run, cursor) pairs, with at most `count` result entries and dead letters each; no cursor, none."""
     # Not a transaction: a full server refuses to queue even reads.
     pipe = client.pipeline(transaction=False)
     for run, cursor in wanted:
         # The status comes first: what is in the streams after a final one is all there will be.
         pipe.hmget(keys.run(run), _FIELDS)
-        pipe.xrange(keys.results(run), _after(cursor.results), "+", count=count)
-        pipe.xrange(keys.dead(run), _after(cursor.letters), "+", count=count)
-    replies: list[Any] = pipe.execute()
-    return [_parse(*replies[at : at + 3]) for at in range(0, len(replies), 3)]
+        if cursor is not None:
+            pipe.xrange(keys.results(run), _after(cursor.results), "+", count=count)
+            pipe.xrange(keys.dead(run), _after(cursor.letters), "+", count=count)
+    replies: Iterator[Any] = iter(pipe.execute())
+    looks = []
+    for _, cursor in wanted:
+        values = next(replies)
+        looks.append(_parse(values, (next(replies), next(replies)) if cursor is not None else ((), ()), count))
+    return looks
 
 
 def _after(entry_id: str) -> str:
     return "-" if entry_id == "0" else f"({entry_id}"
 
 
-def _parse(values: list[bytes | None], results: Any, letters: Any) -> Look:
+def _parse(values: list[bytes | None], pages: tuple[Any, Any], count: int) -> Look:
+    results, letters = pages
     fields = dict(zip(_FIELDS, values, strict=True))
     status, error = fields["status"], fields["error"]
     return Look(
@@ -100,4 +108,5 @@ def _parse(values: list[bytes | None], results: Any, letters: Any) -> Look:
         counters=RunCounters(**{name: int(fields[name] or 0) for name in COUNTERS}),
         results=[(text(entry_id), entry[b"payload"]) for entry_id, entry in results],
         letters=parse_letters(letters),
+        full=max(len(results), len(letters)) >= count,
     )

@@ -204,11 +204,7 @@ class Registry:
 
     def forget(self, run: str) -> RunStatus | None:
         """Drop a run that is over, with its results; None when it is gone, else the status of one that is not over."""
-        of_run = [self.keys.run(check_run_id(run)), self.keys.results(run), self.keys.dead(run)]
-        over = [status for status in RunStatus if status.terminal]
-        reply = scripts.call(
-            self._client, "drop_run", [*of_run, self.keys.runs, self.keys.bytes], [run, *over], allow_oom=True
-        )
+        reply = scripts.call(self._client, "drop_run", *forget_call(self.keys, check_run_id(run)), allow_oom=True)
         return None if reply[0] == 1 else RunStatus(text(reply[1]))
 
     def streams_empty(self) -> bool:
@@ -280,6 +276,12 @@ class Registry:
         for run in runs:
             pipe.exists(key(run))
         return [run for run, exists in zip(runs, pipe.execute(), strict=True) if not exists]
+
+
+def forget_call(keys: Keys, run: str) -> tuple[list[str], list[Arg]]:
+    """Keys and arguments of the script behind `Registry.forget`, for many runs at once."""
+    names = [keys.run(run), keys.results(run), keys.dead(run), keys.runs, keys.bytes]
+    return names, [run, *(status for status in RunStatus if status.terminal)]
 
 
 def parse_letters(entries: Any) -> list[tuple[str, DeadLetter]]:

@@ -49,6 +49,31 @@ def call(
         return client.eval(text, len(keys), *keys, *args)
 
 
+def call_many(
+    client: redis.Redis,
+    name: str,
+    calls: Sequence[tuple[Sequence[str], Sequence[Arg]]],
+    *,
+    allow_oom: bool = False,
+) -> list[Any]:
+    """Run script `name` for each (keys, args), in order, in one round trip where the server knows it.
+
+    Other calls may come between them. The first error is raised after all have run.
+    """
+    _, sha = _source(name, allow_oom)
+    # Not a transaction: a full server refuses to queue even scripts that it would run.
+    pipe = client.pipeline(transaction=False)
+    for keys, args in calls:
+        pipe.evalsha(sha, len(keys), *keys, *args)
+    replies = pipe.execute(raise_on_error=False)
+    for at, (keys, args) in enumerate(calls):
+        if isinstance(replies[at], NoScriptError):
+            replies[at] = call(client, name, keys, args, allow_oom=allow_oom)
+        elif isinstance(replies[at], Exception):
+            raise replies[at]
+    return replies
+
+
 def text(value: Any) -> str:
     """A reply's string; connections here return bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

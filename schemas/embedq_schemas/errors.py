@@ -99,6 +99,44 @@ class RunConflictError(EmbedqError):
     exit_code = 2
 
 
+class RunEndedError(EmbedqError):
+    """The run ended without the outcome that was waited for."""
+
+    code = "run_ended"
+
+
+class RunFailedError(RunEndedError):
+    """The run as a whole could not go on."""
+
+    code = "run_failed"
+
+
+class RunCancelledError(RunEndedError):
+    """The run was cancelled."""
+
+    code = "run_cancelled"
+
+
+class RunExpiredError(RunEndedError):
+    """The run's results are gone: their TTL ended, or the run was given up by its producer."""
+
+    code = "run_expired"
+
+
+class WaitTimeoutError(EmbedqError):
+    """What was waited for did not come within the time allowed; the run goes on unless it was cancelled."""
+
+    code = "timeout"
+    exit_code = 4
+
+
+class NoWorkerError(WaitTimeoutError):
+    """The time ran out, and no worker is alive on the queue."""
+
+    code = "no_worker"
+    exit_code = 5
+
+
 class RunIncompleteError(EmbedqError):
     """The command ended before every document had its row; the same command resumes."""
 

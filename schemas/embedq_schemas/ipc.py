@@ -7,7 +7,7 @@ columns, and validates every offset and every UTF-8 sequence before a caller may
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
@@ -37,14 +37,14 @@ def encode(batch: pa.RecordBatch, kind: str, **metadata: str) -> memoryview:
 
 
 def decode(
-    payload: bytes | memoryview, kind: str, columns: Mapping[str, pa.DataType], *, free: bool = True
+    payload: bytes | memoryview, kind: str, *alternatives: Mapping[str, pa.DataType], free: bool = True
 ) -> pa.RecordBatch:
     """The record batch inside `payload`, fully validated.
 
     Args:
         payload: an Arrow IPC stream with one record batch.
         kind: the `embedq.kind` its schema must carry.
-        columns: required columns, in order, none of whose values may be null.
+        alternatives: required columns, in order, none of whose values may be null; the first set whose names match.
         free: whether further columns of `METADATA_TYPE` may follow.
 
     Raises:
@@ -55,6 +55,7 @@ def decode(
         buffer = pa.py_buffer(payload)
         _check_messages(buffer, kind)
         with pa.ipc.open_stream(buffer) as reader:
+            columns = _choose(reader.schema, alternatives)
             _check_schema(reader.schema, kind, columns, free)
             batch = reader.read_next_batch()
             try:
@@ -103,6 +104,11 @@ def _field(flatbuffer: memoryview, table: int, index: int) -> int:
         return 0
     offset: int = struct.unpack_from("<H", flatbuffer, vtable + slot)[0]
     return table + offset if offset else 0
+
+
+def _choose(schema: pa.Schema, alternatives: Sequence[Mapping[str, pa.DataType]]) -> Mapping[str, pa.DataType]:
+    matching = (columns for columns in alternatives if schema.names[: len(columns)] == list(columns))
+    return next(matching, alternatives[0])
 
 
 def _check_schema(schema: pa.Schema, kind: str, columns: Mapping[str, pa.DataType], free: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import embedq_worker.supervisor  # noqa: F401  its error is part of the tree
+import embedq_producer.client  # noqa: F401  their errors are part of the tree
+import embedq_worker.supervisor  # noqa: F401
 import pytest
 import typer
 from embedq_schemas.errors import DocumentErrorCode, EmbedqError

@@ -1,0 +1,382 @@
+"""What a client does, written once for both kinds of client.
+
+A flow is a generator. It yields what would block, as one of three effects, and is sent the outcome: the synchronous
+client performs an effect in its own thread, the asynchronous one without blocking its event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from embedq_broker.connect import broker_errors, connect
+from embedq_broker.keys import Keys, check_run_id
+from embedq_broker.liveness import heartbeats, model_facts
+from embedq_broker.outcome import Cursor, Look
+from embedq_broker.registry import Registry
+from embedq_broker.settings import BrokerSettings
+from embedq_schemas.encoding import EncodingOptions
+from embedq_schemas.errors import (
+    EmbedqError,
+    NoWorkerError,
+    RunCancelledError,
+    RunExpiredError,
+    RunFailedError,
+    RunNotFoundError,
+    UsageError,
+    WaitTimeoutError,
+)
+from embedq_schemas.names import LANES, Lane
+from embedq_schemas.run import RunState, RunStatus
+
+from embedq_producer.client.assembly import Assembly, pages, without_failures
+from embedq_producer.client.documents import Texts
+from embedq_producer.client.submission import Submission, run_name, run_spec
+from embedq_producer.client.values import (
+    Backlog,
+    DocumentsFailedError,
+    Embeddings,
+    ModelInfo,
+    ResultPage,
+    RunResults,
+)
+from embedq_producer.client.watch import Watcher
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_OPTIONS = EncodingOptions()
+EMBED_TTL_S = 600
+"""How long results of `embed` stay if the caller dies before it has read them."""
+_LIVE_S = 10.0
+"""Age of a heartbeat above which its process does not count as alive, at the least."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a function that may speak to the server for a moment."""
+
+    function: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Do nothing for so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for a future, at most so many seconds; TimeoutError is the outcome where they run out."""
+
+    future: Future[Look]
+    timeout_s: float | None
+
+
+Flow = Generator[Call | Sleep | Wait, Any, T]
+
+
+def client_settings(redis_url: str | None, queue: str | None, settings: BrokerSettings | None) -> BrokerSettings:
+    """Settings from arguments, else from `settings`, else from EMBEDQ_* variables, else the defaults.
+
+    Raises:
+        UsageError: a variable or argument has a value that its field refuses.
+    """
+    given = {name: value for name, value in (("redis_url", redis_url), ("queue", queue)) if value is not None}
+    if settings is not None:
+        return settings.model_copy(update=given)
+    named = {name: os.environ.get(f"EMBEDQ_{name.upper()}") for name in BrokerSettings.model_fields}
+    try:
+        return BrokerSettings(**{name: value for name, value in named.items() if value is not None} | given)
+    except ValueError as error:
+        raise UsageError(f"a setting of the client is refused: {' '.join(str(error).split())[:300]}") from None
+
+
+class Flows:
+    """The connections of one client and everything it can do with them."""
+
+    def __init__(self, settings: BrokerSettings) -> None:
+        self.settings = settings
+        self.url = settings.redis_url
+        self.keys = Keys(settings.queue)
+        self._client = connect(self.url, role="client")
+        self._registry = Registry(self._client, self.keys)
+        self._watcher = Watcher(
+            self._client, lambda: connect(self.url, role="client-watch", blocking=True), self.keys, self.url
+        )
+
+    def close(self) -> None:
+        """End the waiting thread and close the connections."""
+        self._watcher.close()
+        self._client.close()
+
+    def submit(
+        self,
+        texts: Texts,
+        *,
+        ids: Sequence[str] | None,
+        options: EncodingOptions,
+        lane: Lane,
+        ttl_s: int,
+        run: str | None,
+        idempotency_key: str | None,
+        metadata: Sequence[str],
+    ) -> Flow[str]:
+        """Send a run; returns its id."""
+        name = run_name(run, idempotency_key)
+        submission = self._submission(name, texts, ids, options, lane, ttl_s, metadata)
+        try:
+            yield from self._send(submission, None)
+        except BaseException:
+            if run is None and idempotency_key is None:
+                # Nobody knows its name, so nobody can go on with it.
+                yield Call(lambda: self._give_up(name))
+            raise
+        return name
+
+    def embed(self, texts: Texts, *, options: EncodingOptions, lane: Lane, timeout_s: float | None) -> Flow[Embeddings]:
+        """Send texts, wait for their vectors, and leave nothing on the server."""
+        documents = texts if isinstance(texts, Sized) else list(texts)
+        n, name = len(documents), run_name(None, None)
+        submission = self._submission(name, documents, None, options, lane, EMBED_TTL_S, ())
+        if n == 0:
+            return without_failures(Assembly().results(0, (yield from self._dimension(options))))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        assembly, cursor = Assembly(), Cursor()
+        try:
+            # Watched before it is sent: then its end cannot be missed, and the first look needs no asking.
+            waiter = yield from self._ask(lambda: self._watcher.watch(name, Cursor()))
+            try:
+                yield from self._send(submission, deadline)
+                look = yield Wait(waiter.future, _left(deadline))
+            finally:
+                self._watcher.drop(waiter)
+            while True:
+                assembly.add(pages(look, cursor))
+                cursor = look.cursor(cursor)
+                if assembly.documents >= n:
+                    break
+                if exhausted(look):
+                    raise self._ended(name, look)
+                look = yield from self._next(name, cursor, deadline)
+        except BaseException as error:
+            yield Call(lambda: self._give_up(name))
+            if isinstance(error, TimeoutError):
+                raise (yield Call(lambda: self._late(f"{n} texts have no vectors after {timeout_s} s"))) from None
+            raise
+        self._watcher.forget(name)
+        results = assembly.results(n, options.dimensions or 0)
+        if results.failures:
+            raise _documents_failed(results)
+        return without_failures(results)
+
+    def wait(self, run: str, timeout_s: float | None) -> Flow[RunState]:
+        """Wait until a run is over."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            yield from self._next(run, None, deadline)
+        except TimeoutError:
+            raise (yield Call(lambda: self._late(f"run {run} is not over after {timeout_s} s"))) from None
+        return (yield from self.status(run))
+
+    def status(self, run: str) -> Flow[RunState]:
+        return (yield from self._ask(lambda: self._registry.state(run)))
+
+    def cancel(self, run: str) -> Flow[RunStatus]:
+        return (yield from self._ask(lambda: self._registry.cancel(run)))
+
+    def delete(self, run: str) -> Flow[None]:
+        status = yield from self._ask(lambda: self._registry.forget(run))
+        if status is not None:
+            raise UsageError(f"run {run} is {status}; cancel it, or wait for its end, before it is deleted")
+
+    def next_pages(self, run: str, cursor: Cursor) -> Flow[tuple[list[ResultPage], Cursor, bool]]:
+        """Pages behind `cursor`, the cursor behind them, and whether they are the last; waits until there are some.
+
+        Raises:
+            RunNotFoundError, RunFailedError, RunCancelledError, RunExpiredError: there will be no more.
+        """
+        look = yield from self._next(run, cursor, None)
+        found = pages(look, cursor)
+        over = exhausted(look)
+        if over and not found:
+            yield from self._check_completed(run, look)
+        return found, look.cursor(cursor), over and not found
+
+    def ordered(self, run: str) -> Flow[RunResults]:
+        """Wait for a run's end and return all its results in the order of its input."""
+        assembly, cursor, over = Assembly(), Cursor(), False
+        while not over:
+            found, cursor, over = yield from self.next_pages(run, cursor)
+            assembly.add(found)
+        state = yield from self.status(run)
+        counters = state.counters
+        if assembly.documents + counters.skipped < counters.input:
+            raise RunExpiredError(f"results of run {run} are gone: they stay {_ttl(state)} s")
+        dimension = 0 if counters.succeeded else (yield from self._dimension(state.spec.encoding))
+        return assembly.results(counters.input, dimension)
+
+    def model(self) -> Flow[ModelInfo | None]:
+        facts = yield from self._ask(lambda: model_facts(self._client, self.keys))
+        return _model_info(facts) if facts else None
+
+    def backlog(self) -> Flow[Backlog]:
+        return (yield from self._ask(self._backlog))
+
+    def _submission(
+        self,
+        name: str,
+        texts: Texts,
+        ids: Sequence[str] | None,
+        options: EncodingOptions,
+        lane: Lane,
+        ttl_s: int,
+        metadata: Sequence[str],
+    ) -> Submission:
+        spec = run_spec(self.keys.queue, name, options, lane, ttl_s, metadata)
+        return Submission(self._registry, spec, texts, ids, self.settings.max_backlog_bytes)
+
+    def _send(self, submission: Submission, deadline: float | None) -> Flow[None]:
+        while (wait_s := (yield from self._ask(submission.step))) is not None:
+            if deadline is not None and time.monotonic() + wait_s > deadline:
+                raise TimeoutError
+            if wait_s:
+                yield Sleep(wait_s)
+
+    def _next(self, run: str, cursor: Cursor | None, deadline: float | None) -> Flow[Look]:
+        """The next look with news behind `cursor`; raises TimeoutError at the deadline."""
+        waiter = yield from self._ask(lambda: self._watcher.watch(run, cursor))
+        try:
+            yield from self._ask(lambda: self._watcher.look(waiter))
+            look: Look = yield Wait(waiter.future, _left(deadline))
+        finally:
+            self._watcher.drop(waiter)
+        if look.status is None:
+            raise self._ended(run, look)
+        return look
+
+    def _check_completed(self, run: str, look: Look) -> Flow[None]:
+        if look.status is not RunStatus.COMPLETED:
+            raise self._ended(run, look)
+        if look.counters.succeeded and not (yield from self._ask(lambda: self._client.exists(self.keys.results(run)))):
+            raise RunExpiredError(f"the results of run {run} expired")
+
+    def _ended(self, run: str, look: Look) -> EmbedqError:
+        match look.status:
+            case None:
+                return RunNotFoundError(f"queue {self.keys.queue} knows no run {run}, or it is forgotten by now")
+            case RunStatus.FAILED:
+                return RunFailedError(f"run {run} failed: {look.error or 'no reason was given'}")
+            case RunStatus.CANCELLED | RunStatus.CANCELLING:
+                return RunCancelledError(f"run {run} was cancelled")
+            case RunStatus.EXPIRED:
+                return RunExpiredError(f"run {run} expired: {look.error or 'it was not finished in time'}")
+        return RunExpiredError(f"the results of run {run} expired")
+
+    def _give_up(self, run: str) -> None:
+        """Cancel a run nobody waits for any more, if it can be reached."""
+        try:
+            self._registry.cancel(run)
+        except RunNotFoundError:
+            pass
+        except Exception as error:
+            log.warning("cannot cancel run %s, whose results nobody waits for: %s", run, error)
+
+    def _late(self, what: str) -> WaitTimeoutError:
+        try:
+            alive = self._live("embedder"), self._live("tokenizer")
+        except Exception:
+            return WaitTimeoutError(f"{what}, and the server cannot be asked why")
+        if all(alive):
+            return WaitTimeoutError(f"{what}; workers are alive, so the queue is busy or the time too short")
+        missing = " and no ".join(role for role, live in zip(("embedder", "tokenizer"), alive, strict=True) if not live)
+        return NoWorkerError(
+            f"{what}: no {missing} is alive on queue {self.keys.queue}; "
+            f"start one with `embedq worker --queue {self.keys.queue} --model MODEL`"
+        )
+
+    def _live(self, role: str) -> int:
+        oldest = time.time() - max(_LIVE_S, self.settings.lease_s)
+        return sum(beat.role == role and beat.at > oldest for beat in heartbeats(self._client, self.keys))
+
+    def _backlog(self) -> Backlog:
+        pipe = self._client.pipeline(transaction=False)
+        pipe.hgetall(self.keys.bytes)
+        for lane in LANES:
+            pipe.xlen(self.keys.jobs(lane))
+            pipe.xlen(self.keys.batches(lane))
+        held, *lengths = pipe.execute()
+        queued = {self.keys.suffix(key(lane)) for lane in LANES for key in (self.keys.jobs, self.keys.batches)}
+        sizes = {field.decode(): int(size) for field, size in held.items()}
+        return Backlog(
+            queued_bytes=sum(size for field, size in sizes.items() if field in queued),
+            result_bytes=sum(size for field, size in sizes.items() if field not in queued),
+            limit_bytes=self.settings.max_backlog_bytes,
+            jobs=sum(lengths[::2]),
+            token_batches=sum(lengths[1::2]),
+            live_embedders=self._live("embedder"),
+        )
+
+    def _dimension(self, options: EncodingOptions) -> Flow[int]:
+        if options.dimensions is not None:
+            return options.dimensions
+        model = yield from self.model()
+        return model.dimension if model else 0
+
+    def _ask(self, function: Callable[[], T]) -> Flow[T]:
+        """Call a function that speaks to the server; raises redis-py's errors as BrokerErrors."""
+
+        def call() -> T:
+            with broker_errors(self.url):
+                return function()
+
+        outcome: T = yield Call(call)
+        return outcome
+
+
+def exhausted(look: Look) -> bool:
+    """Whether the run is over and the look holds all that was left of it."""
+    return look.over and not look.full
+
+
+def attached(run: str) -> str:
+    """`run`, if it can name a run; raises UsageError."""
+    return check_run_id(run)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _ttl(state: RunState) -> int:
+    return state.spec.sink.ttl_s if state.spec.sink.kind == "stream" else 0
+
+
+def _documents_failed(results: RunResults) -> DocumentsFailedError:
+    first, n = results.failures[0], len(results)
+    return DocumentsFailedError(
+        f"{len(results.failures)} of {n} texts have no vector; text {first.index}: {first.code}: {first.message}",
+        without_failures(results),
+        results.failures,
+    )
+
+
+def _model_info(facts: Mapping[str, str]) -> ModelInfo:
+    return ModelInfo(
+        model_id=facts.get("model_id", ""),
+        revision=facts.get("revision", ""),
+        fingerprint=facts["fingerprint"],
+        dimension=int(facts.get("dimension", 0)),
+        max_length=int(facts.get("max_length", 0)),
+        prompts=json.loads(facts.get("prompts", "{}")),
+        default_prompt_name=facts.get("default_prompt_name") or None,
+        vocab_size=int(facts["vocab_size"]) if "vocab_size" in facts else None,
+    )
