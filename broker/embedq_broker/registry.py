@@ -182,6 +182,14 @@ class Registry:
         value = self._client.hget(self.keys.run(run), "status")
         return None if value is None else RunStatus(text(value))
 
+    def requests(self, runs: Sequence[str]) -> list[tuple[bytes | None, RunStatus | None]]:
+        """(encoded specification, status) of each run, in one round trip; (None, None) for an unknown one."""
+        # Not a transaction: a full server refuses to queue even reads.
+        pipe = self._client.pipeline(transaction=False)
+        for run in runs:
+            pipe.hmget(self.keys.run(run), "spec", "status")
+        return [(spec, None if status is None else RunStatus(text(status))) for spec, status in pipe.execute()]
+
     def all_in_batches(self, run: str) -> bool:
         """Whether every document of the run has left the jobs stage and no more input follows."""
         closed, total, ready = self._client.hmget(self.keys.run(run), "input_closed", "input", "ready")

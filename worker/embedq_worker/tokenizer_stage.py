@@ -115,6 +115,7 @@ class TokenizerStage:
     def _gather(self, commit: Commit, entries: Sequence[Entry], fatal: bool) -> list[_Group]:
         """Decode jobs and join those that may share batches; settle those that cannot be tokenized."""
         tables: dict[tuple[object, ...], list[tuple[RunSpec, pa.RecordBatch]]] = {}
+        self._runs.load(entry.shares[0].run for entry in entries if entry.shares)
         for entry in entries:
             # A job belongs to one run: its producer's.
             run = entry.shares[0].run if entry.shares else None

@@ -153,6 +153,7 @@ class Writer:
         return max(0.001, min(due, _IDLE_S if self._queue.empty() else due))
 
     def _accept(self, item: Embedded) -> None:
+        self._runs.load(part.run for part in item.parts)
         specs = {part.run: self._runs.spec(part.run) for part in item.parts}
         first = next(iter(specs.values()), None)
         if len(specs) == 1 and first is not None and isinstance(first.sink, ParquetSink):
