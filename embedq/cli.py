@@ -32,6 +32,7 @@ from rich.live import Live
 from rich.text import Text
 
 from embedq import directory, display, model_commands, queries
+from embedq.dataset import commands as dataset_commands
 from embedq.help_text import HelpfulCommand, HelpfulGroup
 from embedq.options import (
     CancelOptions,
@@ -45,6 +46,7 @@ from embedq.options import (
     WorkerOptions,
 )
 from embedq.params import with_options
+from embedq.serve import ServeOptions
 
 app = typer.Typer(
     name="embedq",
@@ -148,6 +150,17 @@ def worker(options: WorkerOptions) -> int:
 
     _log(options.log_level)
     return run_worker(options, _Stop())
+
+
+@app.command(cls=HelpfulCommand)
+@with_options(ServeOptions)
+def serve(options: ServeOptions) -> int:
+    """Answer HTTP requests from the queue: OpenAI's embeddings, files and batches, and more."""
+    from embedq.serve import run_gateway
+
+    _log(options.log_level)
+    _Stop()
+    return run_gateway(options, lambda url: print(f"listening on {url}"))
 
 
 @app.command(cls=HelpfulCommand)
@@ -258,6 +271,7 @@ def cancel(run: RunName, options: CancelOptions) -> int:
     return 0
 
 
+dataset_commands.add_to(app)
 model_commands.add_to(app)
 
 

@@ -55,6 +55,12 @@ POINTS = (
     "finish.marked",
     "finish.done",
     "keep.renew",
+    # A finished dataset's compaction.
+    "compact.staged",
+    "compact.renamed",
+    "compact.noted",
+    "compact.listed",
+    "compact.moved",
 )
 
 

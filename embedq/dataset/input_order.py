@@ -49,13 +49,16 @@ class _Sorted:
 def in_input_order(
     reader: DatasetReader, schema: pa.Schema, batch_rows: int, *, memory_bytes: int = MEMORY_BYTES
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of at most `batch_rows` rows in the order of `ordinal`, each ordinal once, with the columns of `schema`.
+    """Batches of at most `batch_rows` rows in the order of `ordinal`, with the columns of `schema`.
+
+    Of rows with equal ordinal and id, which are one document's, only the newest comes. Other rows of one ordinal come
+    in the order of the manifest; a foreign producer may have numbered its jobs alike.
 
     Memory: `memory_bytes`, and twice the largest file. Disk: in the temporary directory, what the files that wait for
     each other hold beyond that. Raises OutputError where a file does not hold what the manifest says.
     """
     due = sorted(enumerate(reader.files), key=lambda item: item[1].ordinals[0])
-    ranks = _Ranks(reader.files)
+    ranks = Ranks(reader.files)
     active: list[_Sorted] = []
     with tempfile.TemporaryDirectory(prefix="embedq-order-") as folder:
         for first in range(0, ranks.total, batch_rows):
@@ -65,14 +68,17 @@ def in_input_order(
                 budget = memory_bytes - sum(other.held_bytes for other in active)
                 active.append(_load(reader, number, file, schema, budget, Path(folder)))
             active.sort(key=lambda one: one.number)
-            yield _merge([one.take_until(last) for one in active], schema)
+            merged = _merge([one.take_until(last) for one in active])
+            # In one chunk, and no longer than asked for although ordinals repeat.
+            table = merged.select(schema.names).cast(schema).combine_chunks()
+            yield from table.to_batches(max_chunksize=batch_rows)
             for done in [one for one in active if one.start == len(one.ordinals)]:
                 active.remove(done)
                 if done.spill is not None:
                     done.spill.unlink()
 
 
-class _Ranks:
+class Ranks:
     """The sorted union of all files' ordinals, as ranges."""
 
     def __init__(self, files: tuple[PublishedFile, ...]) -> None:
@@ -99,7 +105,8 @@ def _load(
     reader: DatasetReader, number: int, file: PublishedFile, schema: pa.Schema, budget: int, folder: Path
 ) -> _Sorted:
     path = reader.locate(file)
-    wanted = schema if "ordinal" in schema.names else schema.append(reader.schema.field("ordinal"))
+    keys = [reader.schema.field(name) for name in ("id", "ordinal") if name not in schema.names]
+    wanted = pa.schema([*schema, *keys])
     # Offsets of 64 bits: the texts of one file may have more than 2 GB.
     large = pa.schema([_widened(field) for field in wanted])
     batches = [batch.cast(large) for batch in reader.file_batches(file, wanted, reader.batch_rows)]
@@ -132,14 +139,15 @@ def _check(path: Path, file: PublishedFile, ordinals: NDArray[np.int64]) -> None
         raise OutputError(f"{path} holds ordinals {found[0]} to {found[-1]}, its manifest says others")
 
 
-def _merge(parts: list[pa.Table], schema: pa.Schema) -> pa.RecordBatch:
+def _merge(parts: list[pa.Table]) -> pa.Table:
     table = pa.concat_tables(part for part in parts if part.num_rows).combine_chunks()
     ordinals = table.column("ordinal").to_numpy()
     order = np.argsort(ordinals, kind="stable")
     ascending = ordinals[order]
-    newest = np.append(ascending[1:] != ascending[:-1], True)
-    if not newest.all() or np.any(order[1:] < order[:-1]):
-        table = table.take(order[newest])
-    table = table.select(schema.names).cast(schema).combine_chunks()
-    batches = table.to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema)
+    if np.any(ascending[1:] == ascending[:-1]):
+        keys = zip(ascending.tolist(), table.column("id").take(order).to_pylist(), strict=True)
+        newest = {key: place for place, key in enumerate(keys)}
+        order = order[sorted(newest.values())]
+    if len(order) < table.num_rows or np.any(order[1:] < order[:-1]):
+        table = table.take(order)
+    return table

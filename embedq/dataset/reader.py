@@ -22,7 +22,8 @@ from embedq_schemas.run import RunSpec
 from embedq_worker.sinks.dataset import Dataset
 
 SUPERSEDED_NAME = "_superseded"
-"""Folder of files that a compaction replaced: kept for a while for readers that opened the manifest before it."""
+"""Folder of files that a compaction replaced: kept for a while for readers that opened the manifest before it. They end
+in `.old`, so that no recursive glob finds them."""
 
 BATCH_BYTES = 16 << 20
 _METADATA_PREFIX = b"embedq."
@@ -73,8 +74,23 @@ class DatasetReader:
     def locate(self, file: PublishedFile) -> Path:
         """Where the file lies now; a compaction may have moved it since the dataset was opened."""
         path = self.path / file.name
-        moved = self.path / SUPERSEDED_NAME / file.name
+        moved = self.path / SUPERSEDED_NAME / f"{file.name}.old"
         return path if path.exists() or not moved.exists() else moved
+
+    @contextmanager
+    def opened(self, file: PublishedFile) -> Iterator[pq.ParquetFile]:
+        """The open file; what goes wrong with it inside the block is raised as OutputError."""
+        path = self.locate(file)
+        try:
+            try:
+                handle = pq.ParquetFile(path)
+            except FileNotFoundError:
+                # Moved since we looked.
+                handle = pq.ParquetFile(self.locate(file))
+            with handle:
+                yield handle
+        except (OSError, pa.ArrowException) as error:
+            raise OutputError(f"{path} cannot be read: {str(error)[:200]}") from None
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -85,7 +101,7 @@ class DatasetReader:
         """
         if not self.files:
             raise OutputError(f"{self.path} holds no vectors")
-        with readable(self.locate(self.files[0])) as file:
+        with self.opened(self.files[0]) as file:
             schema: pa.Schema = file.schema_arrow
         vector = schema.field("vector").type
         if not pa.types.is_fixed_size_list(vector) or vector.value_type != pa.float32():
@@ -126,7 +142,7 @@ class DatasetReader:
         Args:
             columns: names of the columns wanted, in the dataset's order; None means all.
             order: `file` is the fastest and follows the manifest; `input` follows `ordinal`, the documents' order in
-                the run's input, and gives each ordinal once: its newest row.
+                the run's input, and gives a document whose row is doubled once, with the newest row.
             batch_rows: most rows of a batch; None means about 16 MB of vectors.
 
         Raises:
@@ -147,9 +163,8 @@ class DatasetReader:
 
     def file_batches(self, file: PublishedFile, schema: pa.Schema, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """The rows of one file, columns as in `schema`; raises OutputError as `batches` does."""
-        path = self.locate(file)
-        with readable(path) as opened:
-            _check_columns(path, opened.schema_arrow, schema)
+        with self.opened(file) as opened:
+            _check_columns(self.path / file.name, opened.schema_arrow, schema)
             for batch in opened.iter_batches(batch_size=batch_rows, columns=schema.names):
                 yield batch.select(schema.names)
 
@@ -220,16 +235,6 @@ def _check_files(reader: DatasetReader) -> None:
     # A compaction writes down what it will drop before it drops it.
     if reader.complete and reader.rows not in (succeeded, succeeded - reader.summary.get("superseded", 0)):
         raise OutputError(f"{reader.path} holds {reader.rows} rows, its run had {succeeded}")
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[pq.ParquetFile]:
-    """The open Parquet file at `path`; what goes wrong with it inside the block is raised as OutputError."""
-    try:
-        with pq.ParquetFile(path) as file:
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        raise OutputError(f"{path} cannot be read: {str(error)[:200]}") from None
 
 
 def facts_in(schema: pa.Schema) -> dict[str, str]:

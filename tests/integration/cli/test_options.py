@@ -14,6 +14,7 @@ from commands import Finished, documents, in_process, write_corpus
 from pydantic.fields import FieldInfo
 
 from embedq.cli import app
+from embedq.dataset.options import CompactOptions, ExportOptions, InspectOptions, SearchOptions
 from embedq.options import (
     ALL_OPTIONS,
     BenchOptions,
@@ -42,6 +43,10 @@ COMMANDS: dict[str, type[Options]] = {
     "cancel": CancelOptions,
     "model inspect": ModelOptions,
     "doctor": DoctorOptions,
+    "inspect": InspectOptions,
+    "search": SearchOptions,
+    "export": ExportOptions,
+    "compact": CompactOptions,
     "bench": BenchOptions,
 }
 FIELDS = [(command, name) for command, options in COMMANDS.items() for name in options.model_fields]
@@ -52,6 +57,10 @@ ARGUMENTS = {
     "errors": "some-run",
     "retry": "some-run",
     "cancel": "some-run",
+    "inspect": "some-directory",
+    "search": "some-directory",
+    "export": "some-directory",
+    "compact": "some-directory",
 }
 """What a command cannot do without."""
 

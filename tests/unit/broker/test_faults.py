@@ -86,7 +86,8 @@ def test_a_misspelt_fault_is_refused(text: str) -> None:
 
 
 def test_every_point_is_passed_somewhere() -> None:
-    sources = "\n".join(path.read_text() for folder in ("broker", "worker") for path in (ROOT / folder).rglob("*.py"))
+    folders = ("broker", "worker", "embedq")
+    sources = "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
     assert {point for point in POINTS if not re.search(rf'fault_point\(\s*"{re.escape(point)}"', sources)} <= {
         f"{stage}.commit.{when}" for stage in ("tokenize", "embed") for when in ("before", "after")
     }

@@ -1,0 +1,42 @@
+"""JSON lines: one object per row with all columns, in input order; a vector's numbers read back to the same float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from embedq.dataset.export.whole import whole
+from embedq.dataset.reader import DatasetReader
+
+
+def export_jsonl(reader: DatasetReader, output: Path, *, replace: bool) -> None:
+    """Write the file `output`; raises OutputError, StorageError."""
+    with whole(output, replace=replace, directory=False) as path, path.open("w", encoding="utf-8") as file:
+        for batch in reader.batches(order="input", batch_rows=min(reader.batch_rows, 4096)):
+            file.writelines(_lines(batch))
+
+
+def _lines(batch: pa.RecordBatch) -> Iterator[str]:
+    vectors = _joined(batch.column("vector")).to_pylist()
+    for row, numbers in zip(batch.drop_columns(["vector"]).to_pylist(), vectors, strict=True):
+        yield f'{json.dumps(row, ensure_ascii=False, default=_hex)[:-1]}, "vector": [{numbers}]}}\n'
+
+
+def _joined(vectors: pa.FixedSizeListArray) -> pa.Array:
+    """Each vector's numbers as text: Arrow writes the fewest digits that read back to the same float32."""
+    width = vectors.type.list_size
+    numbers = vectors.flatten().cast(pa.string())
+    offsets = np.arange(len(vectors) + 1, dtype=np.int32) * width
+    return pc.binary_join(pa.ListArray.from_arrays(offsets, numbers), ", ")
+
+
+def _hex(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value)
