@@ -47,6 +47,7 @@ from embedq.options import (
 )
 from embedq.params import with_options
 from embedq.serve import ServeOptions
+from embedq.serve import ServeOptions
 
 app = typer.Typer(
     name="embedq",
@@ -150,6 +151,17 @@ def worker(options: WorkerOptions) -> int:
 
     _log(options.log_level)
     return run_worker(options, _Stop())
+
+
+@app.command(cls=HelpfulCommand)
+@with_options(ServeOptions)
+def serve(options: ServeOptions) -> int:
+    """Answer HTTP requests from the queue: OpenAI's embeddings, files and batches, and more."""
+    from embedq.serve import run_gateway
+
+    _log(options.log_level)
+    _Stop()
+    return run_gateway(options, lambda url: print(f"listening on {url}"))
 
 
 @app.command(cls=HelpfulCommand)

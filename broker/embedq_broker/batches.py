@@ -69,6 +69,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    #: Names of the files that its results will have, fixed from the beginning: whoever writes them writes the same.
+    output_name: str
+    error_name: str
     output_file_id: str | None = None
     error_file_id: str | None = None
     errors: tuple[BatchError, ...] = ()
@@ -211,9 +214,3 @@ def drop_results(client: redis.Redis, keys: Keys, run: str, entries: list[tuple[
     results = keys.results(run)
     flat: list[str | int] = [part for entry in entries for part in entry]
     scripts.call(client, "drop_results", [results, keys.bytes], [keys.suffix(results), *flat], allow_oom=True)
-
-
-def forget_results(client: redis.Redis, keys: Keys, run: str) -> None:
-    """Delete what a finished run left in Redis besides its counters."""
-    client.delete(keys.results(run), keys.dead(run))
-    client.hdel(keys.bytes, keys.suffix(keys.results(run)), keys.suffix(keys.dead(run)))

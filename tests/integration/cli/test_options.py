@@ -30,12 +30,14 @@ from embedq.options import (
     StatusOptions,
     WorkerOptions,
 )
+from embedq.serve import ServeOptions
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS: dict[str, type[Options]] = {
     "run": RunOptions,
     "produce": ProduceOptions,
     "worker": WorkerOptions,
+    "serve": ServeOptions,
     "status": StatusOptions,
     "results": ResultsOptions,
     "errors": ErrorsOptions,

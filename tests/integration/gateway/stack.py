@@ -1,0 +1,162 @@
+"""A real gateway over a real server and a real worker, each a process of its own that a test may kill and start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from servers import Kind, Server
+
+START_S = 60.0
+
+
+class Program:
+    """One `embedq` command, whose output goes to a file."""
+
+    def __init__(self, log: Path, *arguments: object, **variables: str) -> None:
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("EMBEDQ_")}
+        environment = ours | {"EMBEDQ_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
+        self.log = log
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "embedq", *map(str, arguments)],
+                stdout=file,
+                stderr=file,
+                cwd=log.parent,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """SIGKILL it and every process it started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(20)
+
+    def stop(self, timeout_s: float = 60.0) -> int:
+        """SIGTERM, then wait for its end."""
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    def text(self) -> str:
+        return self.log.read_text("utf-8", "replace")
+
+
+class Stack:
+    """The processes of one pipeline. `gateway_options` are flags of `embedq serve`."""
+
+    def __init__(self, folder: Path, model: Path, *gateway_options: object, kind: Kind = "valkey") -> None:
+        self.folder = folder
+        self.model = model
+        self.options = gateway_options
+        self.server = Server(kind)
+        self.worker: Program | None = None
+        self.gateway: Program | None = None
+        self.url = ""
+        self._ports = 0
+
+    def __enter__(self) -> Self:
+        self.server.start()
+        try:
+            self.start_worker()
+            self.start_gateway()
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for program in (self.gateway, self.worker):
+            if program is not None:
+                program.kill()
+        self.server.close()
+
+    def start_worker(self) -> None:
+        self.worker = Program(
+            self.folder / "worker.log",
+            *("worker", "--redis", self.server.url, "--model", self.model, "--device", "cpu", "--lease-s", "2"),
+        )
+
+    def start_gateway(self, **variables: str) -> Program:
+        """Start a gateway on a free port, and have `url` name it."""
+        self._ports += 1
+        log = self.folder / f"gateway-{self._ports}.log"
+        self.gateway = Program(
+            log,
+            *("serve", "--redis", self.server.url, "--port", "0", "--data-dir", self.folder / "data"),
+            *("--lease-s", "2", *self.options),
+            **variables,
+        )
+        self.url = listening(self.gateway)
+        return self.gateway
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.get("/ready").status_code == 200, f"{self.url} is ready", START_S)
+
+    def get(self, path: str, **arguments: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **arguments)
+
+    def post(self, path: str, **arguments: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=60, **arguments)
+
+    def embed(self, inputs: Any, **fields: Any) -> dict[str, Any]:
+        """Body of a successful answer of /v1/embeddings."""
+        answer = self.post("/v1/embeddings", json={"input": inputs, "model": self.model.name, **fields})
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
+
+    def refused(self, status: int, path: str = "/v1/embeddings", **arguments: Any) -> dict[str, Any]:
+        """The `error` of an answer that must have `status`."""
+        return error_of(self.post(path, **arguments), status)
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The `error` of an answer, whose shape is checked."""
+    assert answer.status_code == status, f"{answer.status_code}: {answer.text[:500]}"
+    body = json.loads(answer.content)
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def listening(gateway: Program) -> str:
+    """The URL that the gateway says it listens on."""
+
+    def found() -> str:
+        assert gateway.process.poll() is None, gateway.text()
+        lines = [line for line in gateway.text().splitlines() if line.startswith("listening on ")]
+        return lines[0].removeprefix("listening on ") if lines else ""
+
+    url: str = wait_until(found, "the gateway listens", START_S)
+    return url
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
+    """The first true value of `condition`; fails after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            value = condition()
+        except httpx.TransportError:
+            value = None
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"still waiting until {what}"
+        time.sleep(0.05)
