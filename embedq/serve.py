@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from embedq_broker.connect import check_server, connect
 from embedq_gateway.settings import GatewaySettings
 from embedq_schemas.errors import UsageError
 from pydantic import Field

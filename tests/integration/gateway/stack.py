@@ -1,4 +1,4 @@
-"""A real gateway over a real server and a real worker, each a process of its own that a test may kill and start again."""
+"""A real gateway over a real server and a real worker: processes that a test may kill and start again."""
 
 from __future__ import annotations
 
