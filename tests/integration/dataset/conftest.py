@@ -7,36 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from dataset_helpers import PROMPTS, WORDS, Command, Made, Said
 from embedq_worker.engine.generate import generate_checkpoint
-from numpy.typing import NDArray
 from postgres_server import PostgresMissingError, PostgresServer
 
 from embedq.cli import main
 from embedq.dataset import open_dataset
-
-PROMPTS = {"query": "Instruct: find it\nQuery:", "passage": "passage: "}
-WORDS = ("queue", "Wort", "мир", "文章", "the", "of", "token", "model", "안녕", "naïve", "😀", "people", "zwölf")
-
-
-@dataclass(frozen=True)
-class Made:
-    """The dataset at `path` and what went into it. `vectors`: float32 [60, 32], in input order like `documents`."""
-
-    path: Path
-    model: Path
-    documents: list[dict[str, Any]]
-    vectors: NDArray[np.float32]
-
-    @property
-    def ids(self) -> list[str]:
-        return [document["id"] for document in self.documents]
 
 
 @pytest.fixture(scope="session")
@@ -69,18 +50,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     assert len(list((folder / "vectors").glob("part-*"))) > 1
     vectors = np.array([rows[document["id"]] for document in documents], dtype=np.float32)
     return Made(folder / "vectors", model, documents, vectors)
-
-
-@dataclass(frozen=True)
-class Said:
-    """How a command ended, and what it printed."""
-
-    status: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Said]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Command, Made
+from dataset_helpers import Command, Made
 
 PAGE = Path(__file__).parents[3] / "docs/dataset.md"
 QDRANT = 'QdrantClient("http://localhost:6333")'
