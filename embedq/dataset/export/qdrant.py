@@ -40,11 +40,14 @@ def export_qdrant(
     shown = str(place) if isinstance(place, Path) else mask_url(place)
     words = f"collection {collection} at {shown}"
     try:
-        client = QdrantClient(path=str(place)) if isinstance(place, Path) else QdrantClient(url=place, api_key=api_key)
+        client = (
+            QdrantClient(path=str(place))
+            if isinstance(place, Path)
+            else QdrantClient(url=place, api_key=api_key, check_compatibility=False)
+        )
         try:
             _prepare(client, reader, collection)
             for points in _points(reader):
-                # The last upsert is waited for, and with it all before it.
                 client.upsert(collection, points, wait=True)
             if replace:
                 mine = models.FieldCondition(key="embedq_run", match=models.MatchValue(value=reader.spec.run))
