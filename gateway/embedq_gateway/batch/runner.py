@@ -32,7 +32,7 @@ _LEASE_MS = 10_000
 _RENEW_S = 2.5
 _POLL_S = 0.2
 _LONGEST_PAUSE_S = 5.0
-_CANCEL_WAIT_S = 10.0
+_CANCEL_WAIT_S = 5.0
 """How long a batch that ends early waits for what is being computed at that moment."""
 _SWEEP_S = 600.0
 _MOST_FAILURES = 20
@@ -88,7 +88,7 @@ class BatchRunner:
         self._renewer.join(timeout_s)
         try:
             for batch_id in tuple(self._held):
-                self._registry.let_go(batch_id, self._holder)
+                self._release(batch_id)
         except RedisError as error:
             log.warning("leases on batches run out by themselves: %s", error)
 
@@ -128,6 +128,7 @@ class BatchRunner:
     def _release(self, batch_id: str) -> None:
         self._works.pop(batch_id, None)
         self._held.discard(batch_id)
+        self._registry.let_go(batch_id, self._holder)
 
     def _guarded_step(self, record: BatchRecord) -> bool:
         """A step whose failure holds up no other batch."""

@@ -1,4 +1,4 @@
-"""A real gateway over a real server and a real worker: processes that a test may kill and start again."""
+"""A real gateway over a real server and a real worker: processes that a test may freeze, kill and start again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ import httpx
 from servers import Kind, Server
 
 START_S = 60.0
+HANG_S = 120.0
 
 
 class Program:
@@ -47,72 +49,33 @@ class Program:
         self.process.terminate()
         return self.process.wait(timeout_s)
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """SIGSTOP it and every process it started, for the length of the block."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGCONT)
+
     def text(self) -> str:
         return self.log.read_text("utf-8", "replace")
 
 
-class Stack:
-    """The processes of one pipeline. `gateway_options` are flags of `embedq serve`."""
+class Caller:
+    """Requests to the gateway at `url`."""
 
-    def __init__(self, folder: Path, model: Path, *gateway_options: object, kind: Kind = "valkey") -> None:
-        self.folder = folder
-        self.model = model
-        self.options = gateway_options
-        self.server = Server(kind)
-        self.worker: Program | None = None
-        self.gateway: Program | None = None
-        self.url = ""
-        self._ports = 0
-
-    def __enter__(self) -> Self:
-        self.server.start()
-        try:
-            self.start_worker()
-            self.start_gateway()
-            self.wait_ready()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for program in (self.gateway, self.worker):
-            if program is not None:
-                program.kill()
-        self.server.close()
-
-    def start_worker(self) -> None:
-        self.worker = Program(
-            self.folder / "worker.log",
-            *("worker", "--redis", self.server.url, "--model", self.model, "--device", "cpu", "--lease-s", "2"),
-        )
-
-    def start_gateway(self, **variables: str) -> Program:
-        """Start a gateway on a free port, and have `url` name it."""
-        self._ports += 1
-        log = self.folder / f"gateway-{self._ports}.log"
-        self.gateway = Program(
-            log,
-            *("serve", "--redis", self.server.url, "--port", "0", "--data-dir", self.folder / "data"),
-            *("--lease-s", "2", *self.options),
-            **variables,
-        )
-        self.url = listening(self.gateway)
-        return self.gateway
-
-    def wait_ready(self) -> None:
-        wait_until(lambda: self.get("/ready").status_code == 200, f"{self.url} is ready", START_S)
+    url: str
+    model: Path
 
     def get(self, path: str, **arguments: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30, **arguments)
 
     def post(self, path: str, **arguments: Any) -> httpx.Response:
         return httpx.post(self.url + path, timeout=60, **arguments)
+
+    def delete(self, path: str) -> httpx.Response:
+        return httpx.delete(self.url + path, timeout=30)
 
     def embed(self, inputs: Any, **fields: Any) -> dict[str, Any]:
         """Body of a successful answer of /v1/embeddings."""
@@ -124,6 +87,90 @@ class Stack:
     def refused(self, status: int, path: str = "/v1/embeddings", **arguments: Any) -> dict[str, Any]:
         """The `error` of an answer that must have `status`."""
         return error_of(self.post(path, **arguments), status)
+
+
+class Gateway(Caller):
+    """One `embedq serve` on a free port."""
+
+    def __init__(self, stack: Stack, data: Path, *options: object, **variables: str) -> None:
+        self.model = stack.model
+        self.data = data
+        log = stack.folder / f"gateway-{len(stack.gateways)}.log"
+        self.program = Program(
+            log,
+            *("serve", "--redis", stack.server.url, "--port", "0", "--data-dir", data, "--lease-s", "2"),
+            *options,
+            **variables,
+        )
+        stack.gateways.append(self)
+        self.url = listening(self.program)
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.get("/ready").status_code == 200, f"{self.url} is ready", START_S)
+
+
+class Stack(Caller):
+    """A server, a worker, and one or more gateways. Calls go to the gateway that was started last by `restart`."""
+
+    def __init__(self, folder: Path, model: Path, *options: object, kind: Kind = "valkey") -> None:
+        """`options` are flags of `embedq serve`."""
+        self.folder = folder
+        self.model = model
+        self.data = folder / "data"
+        self.gateways: list[Gateway] = []
+        self.server = Server(kind)
+        self.worker: Program
+        self.gateway: Gateway
+        self._options = options
+
+    def __enter__(self) -> Self:
+        self.server.start()
+        try:
+            self.start_worker()
+            self.start_gateway()
+            self.gateway.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for gateway in self.gateways:
+            gateway.program.kill()
+        self.worker.kill()
+        self.server.close()
+
+    def start_worker(self, *options: object) -> None:
+        self.worker = Program(
+            self.folder / "worker.log",
+            *("worker", "--redis", self.server.url, "--model", self.model, "--device", "cpu", "--lease-s", "2"),
+            *options,
+        )
+
+    def start_gateway(self) -> None:
+        """Start the gateway that this stack's own calls go to."""
+        self.gateway = Gateway(self, self.data, *self._options)
+        self.url = self.gateway.url
+
+    def restart_gateway(self) -> None:
+        """SIGKILL the gateway and start another on the same data."""
+        self.gateway.program.kill()
+        self.start_gateway()
+
+    @contextmanager
+    def another(self, *options: object, data: Path | None = None, **variables: str) -> Iterator[Gateway]:
+        """A further gateway, with flags and perhaps a data directory of its own, for the length of the block."""
+        gateway = Gateway(self, data or self.data, *options, **variables)
+        gateway.wait_ready()
+        try:
+            yield gateway
+        finally:
+            gateway.program.kill()
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -148,7 +195,7 @@ def listening(gateway: Program) -> str:
     return url
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = HANG_S) -> Any:
     """The first true value of `condition`; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
