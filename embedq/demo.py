@@ -19,11 +19,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
-
 QUESTIONS = (
     "How do I parse JSON text?",
     "compress data with gzip",
@@ -73,33 +68,6 @@ def write_corpus(path: Path) -> int:
     return count
 
 
-def nearest(dataset: Path, queries: NDArray[np.float32], k: int) -> list[list[tuple[str, float]]]:
-    """For each query (float32 [n, d], normalised) the k documents of the dataset with the largest dot product."""
-    table = pa.concat_tables([pq.read_table(part, columns=["id", "vector"]) for part in dataset.glob("part-*.parquet")])
-    ids = table.column("id").to_pylist()
-    vectors = table.column("vector").combine_chunks().flatten().to_numpy().reshape(len(ids), -1)
-    scores = queries @ vectors.T
-    best = np.argsort(-scores, axis=1)[:, :k]
-    return [[(ids[column], float(scores[row, column])) for column in best[row]] for row in range(len(queries))]
-
-
-def embed_texts(model: str, texts: list[str]) -> NDArray[np.float32]:
-    """Vectors of a few texts in this process: float32 [n, d], normalised."""
-    from embedq_worker.checkpoint import load_checkpoint
-    from embedq_worker.engine import EngineSettings, PackedBatch, load_engine
-    from embedq_worker.tokenization import TextTokenizer
-
-    checkpoint = load_checkpoint(model)
-    tokenizer = TextTokenizer.load(checkpoint.tokenizer_file, max_length=checkpoint.max_length)
-    prompt = checkpoint.prompts.get("query", "")
-    tokenized = tokenizer.encode(pa.array(texts), prompt=prompt)
-    engine = load_engine(checkpoint, EngineSettings())
-    try:
-        return engine.encode(PackedBatch(tokenized.input_ids, tokenized.offsets))
-    finally:
-        engine.close()
-
-
 def main() -> int:
     from embedq.cli import guarded
 
@@ -126,18 +94,17 @@ def demonstrate(model: str | None, output: Path) -> int:
         print("   Its vectors carry no meaning: this shows the pipeline, not the quality of the answers.")
     else:
         print(f"2. the model {model}")
-    command = ["run", str(corpus), "-o", str(dataset), "--model", model, "--metadata", "module"]
-    print(f"3. embedq {' '.join(command)}")
-    try:
-        embedq_cli(command)
-    except SystemExit as end:
-        if end.code:
-            return int(end.code) if isinstance(end.code, int) else 1
-    print(f"4. nearest documents in {dataset}")
-    for question, found in zip(QUESTIONS, nearest(dataset, embed_texts(model, list(QUESTIONS)), 3), strict=True):
-        print(f"   {question}")
-        for name, score in found:
-            print(f"      {score:.3f}  {name}")
+    questions = output / "questions.txt"
+    questions.write_text("\n".join(QUESTIONS))
+    run = ["run", str(corpus), "-o", str(dataset), "--model", model, "--metadata", "module"]
+    search = ["search", str(dataset), "--questions", str(questions), "--top-k", "3", "--model", model]
+    for number, command in enumerate((run, search), 3):
+        print(f"{number}. embedq {' '.join(command)}")
+        try:
+            embedq_cli(command)
+        except SystemExit as end:
+            if end.code:
+                return int(end.code) if isinstance(end.code, int) else 1
     print(f"Done in {time.monotonic() - started:.0f} s. The dataset is ordinary Parquet: {dataset}/part-*.parquet")
     return 0
 
