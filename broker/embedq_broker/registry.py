@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import redis
 from embedq_schemas.dead_letter import DeadLetter, clip
@@ -36,6 +36,8 @@ _FIELDS = (
     *("committed_files", "published_files"),
     *COUNTERS,
 )
+_OPEN = (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
+_OVER = tuple(status for status in RunStatus if status.terminal)
 
 
 class EnqueueOutcome(StrEnum):
@@ -57,6 +59,21 @@ class Enqueued:
     detail: str = ""
 
 
+class EnqueueArguments(TypedDict, total=False):
+    """Keyword arguments of `Registry.enqueue`."""
+
+    expected: Required[str]
+    position: Required[str]
+    max_backlog_bytes: Required[int]
+    documents: int
+    payload: bytes | memoryview
+    codec: Codec
+    skipped: int
+    settled: int
+    dead: Sequence[DeadLetter]
+    close: bool
+
+
 class Registry:
     """Runs of one queue. Holds no state of its own: every call reads or writes Redis."""
 
@@ -71,12 +88,28 @@ class Registry:
             UsageError: the server cannot give the durability that is asked for.
         """
         check_durability(self._client, spec.durability)
+        reply = scripts.call(self._client, *self._create_call(spec))
+        return spec if reply[0] == 1 else RunSpec.decode(reply[1])
+
+    def _create_call(self, spec: RunSpec) -> scripts.Call:
         keys = [self.keys.run(spec.run), self.keys.runs, self.keys.open_datasets]
         args: list[Arg] = [spec.run, spec.encode(), spec.sink.kind]
         if spec.sink.kind == "stream":
             args.append(spec.sink.ttl_s * 1000 * KEEP_TTLS)
-        reply = scripts.call(self._client, "create_run", keys, args)
-        return spec if reply[0] == 1 else RunSpec.decode(reply[1])
+        return "create_run", keys, args
+
+    def submit(self, requests: Sequence[tuple[RunSpec, EnqueueArguments]]) -> list[Enqueued | Exception]:
+        """Register runs and send the first job of each, all in one round trip; the outcome of each request.
+
+        For runs of names nobody else uses: one that is registered already keeps its specification.
+        """
+        calls = [
+            call
+            for spec, arguments in requests
+            for call in (self._create_call(spec), self._enqueue_call(spec, **arguments))
+        ]
+        replies = scripts.call_many(self._client, calls)
+        return [_enqueued(reply) for reply in replies[1::2]]
 
     def enqueue(
         self,
@@ -105,25 +138,55 @@ class Registry:
         Raises:
             UsageError: more documents than an entry may hold.
         """
+        call = self._enqueue_call(
+            spec,
+            expected=expected,
+            position=position,
+            max_backlog_bytes=max_backlog_bytes,
+            documents=documents,
+            payload=payload,
+            codec=codec,
+            skipped=skipped,
+            settled=settled,
+            dead=dead,
+            close=close,
+        )
+        fault_point("produce.enqueue.before")
+        try:
+            reply = scripts.call(self._client, *call)
+        except redis.exceptions.OutOfMemoryError as error:
+            reply = error
+        fault_point("produce.enqueue.after")
+        sent = _enqueued(reply)
+        if isinstance(sent, Exception):
+            raise sent
+        return sent
+
+    def _enqueue_call(
+        self,
+        spec: RunSpec,
+        *,
+        expected: str,
+        position: str,
+        max_backlog_bytes: int,
+        documents: int = 0,
+        payload: bytes | memoryview = b"",
+        codec: Codec = Codec.ARROW,
+        skipped: int = 0,
+        settled: int = 0,
+        dead: Sequence[DeadLetter] = (),
+        close: bool = False,
+    ) -> scripts.Call:
         if documents > MAX_ENTRY_DOCUMENTS:
             raise UsageError(f"a job of {documents} documents; one may hold {MAX_ENTRY_DOCUMENTS}")
         jobs = self.keys.jobs(spec.lane)
-        fault_point("produce.enqueue.before")
-        try:
-            reply = scripts.call(
-                self._client,
-                "enqueue",
-                [self.keys.run(spec.run), jobs, self.keys.bytes, self.keys.dead(spec.run), self.keys.events],
-                [
-                    *(expected, position, max_backlog_bytes, self.keys.suffix(jobs), spec.run, documents, skipped),
-                    *(int(close), SCHEMA_VERSION, codec, payload, settled),
-                    *(letter.encode() for letter in dead),
-                ],
-            )
-        except redis.exceptions.OutOfMemoryError:
-            return Enqueued(EnqueueOutcome.FULL, "the server is at maxmemory")
-        fault_point("produce.enqueue.after")
-        return Enqueued(EnqueueOutcome(text(reply[0])), text(reply[1]) if len(reply) > 1 else "")
+        keys = [self.keys.run(spec.run), jobs, self.keys.bytes, self.keys.dead(spec.run), self.keys.events]
+        args: list[Arg] = [
+            *(expected, position, max_backlog_bytes, self.keys.suffix(jobs), spec.run, documents, skipped),
+            *(int(close), SCHEMA_VERSION, codec, payload, settled),
+            *(letter.encode() for letter in dead),
+        ]
+        return "enqueue", keys, args
 
     def unpublished(self, run: str) -> list[CommitRecord]:
         """Files of the run that are committed and may not have their final name yet."""
@@ -199,20 +262,18 @@ class Registry:
         self, run: str, to: RunStatus, allowed: Sequence[RunStatus], *, error: str = ""
     ) -> tuple[bool, RunStatus]:
         """Move the run to `to` if its status is one of `allowed`. Returns (moved, status after the call)."""
-        args: list[Arg] = [to, error, int(to.terminal), *allowed]
-        reply = scripts.call(self._client, "transition", [self.keys.run(run), self.keys.events], args, allow_oom=True)
+        reply = scripts.call(self._client, *_transition_call(self.keys, run, to, allowed, error), allow_oom=True)
         if reply[0] == -1:
             raise RunNotFoundError(f"queue {self.keys.queue} knows no run {run}")
         return reply[0] == 1, RunStatus(text(reply[1]))
 
     def cancel(self, run: str) -> RunStatus:
         """Ask for cancellation: what is not yet computed is skipped. Returns the status after the call."""
-        open_states = (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
-        return self.transition(check_run_id(run), RunStatus.CANCELLING, open_states)[1]
+        return self.transition(check_run_id(run), RunStatus.CANCELLING, _OPEN)[1]
 
     def forget(self, run: str) -> RunStatus | None:
         """Drop a run that is over, with its results; None when it is gone, else the status of one that is not over."""
-        reply = scripts.call(self._client, "drop_run", *forget_call(self.keys, check_run_id(run)), allow_oom=True)
+        reply = scripts.call(self._client, *forget_call(self.keys, check_run_id(run)), allow_oom=True)
         return None if reply[0] == 1 else RunStatus(text(reply[1]))
 
     def streams_empty(self) -> bool:
@@ -286,10 +347,29 @@ class Registry:
         return [run for run, exists in zip(runs, pipe.execute(), strict=True) if not exists]
 
 
-def forget_call(keys: Keys, run: str) -> tuple[list[str], list[Arg]]:
-    """Keys and arguments of the script behind `Registry.forget`, for many runs at once."""
+def _enqueued(reply: Any) -> Enqueued | Exception:
+    if isinstance(reply, redis.exceptions.OutOfMemoryError):
+        return Enqueued(EnqueueOutcome.FULL, "the server is at maxmemory")
+    if isinstance(reply, Exception):
+        return reply
+    return Enqueued(EnqueueOutcome(text(reply[0])), text(reply[1]) if len(reply) > 1 else "")
+
+
+def _transition_call(
+    keys: Keys, run: str, to: RunStatus, allowed: Sequence[RunStatus], error: str = ""
+) -> scripts.Call:
+    return "transition", [keys.run(run), keys.events], [to, error, int(to.terminal), *allowed]
+
+
+def cancel_call(keys: Keys, run: str) -> scripts.Call:
+    """The script call behind `Registry.cancel`, for many runs at once; to be run with `allow_oom`."""
+    return _transition_call(keys, run, RunStatus.CANCELLING, _OPEN)
+
+
+def forget_call(keys: Keys, run: str) -> scripts.Call:
+    """The script call behind `Registry.forget`, for many runs at once; to be run with `allow_oom`."""
     names = [keys.run(run), keys.results(run), keys.dead(run), keys.runs, keys.bytes]
-    return names, [run, *(status for status in RunStatus if status.terminal)]
+    return "drop_run", names, [run, *_OVER]
 
 
 def parse_letters(entries: Any) -> list[tuple[str, DeadLetter]]:

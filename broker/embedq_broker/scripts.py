@@ -14,9 +14,11 @@ from importlib import resources
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 Arg = str | int | bytes | memoryview
+Call = tuple[str, Sequence[str], Sequence[Arg]]
+"""A script's name, its KEYS and its ARGV."""
 
 #: Scripts that call functions of the prelude.
 _WITH_PRELUDE = frozenset({"create_run", "enqueue", "commit", "published", "transition"})
@@ -49,28 +51,24 @@ def call(
         return client.eval(text, len(keys), *keys, *args)
 
 
-def call_many(
-    client: redis.Redis,
-    name: str,
-    calls: Sequence[tuple[Sequence[str], Sequence[Arg]]],
-    *,
-    allow_oom: bool = False,
-) -> list[Any]:
-    """Run script `name` for each (keys, args), in order, in one round trip where the server knows it.
+def call_many(client: redis.Redis, calls: Sequence[Call], *, allow_oom: bool = False) -> list[Any]:
+    """Run idempotent scripts in order, in one round trip. A failed call's reply is its exception.
 
-    Other calls may come between them. The first error is raised after all have run.
+    Other clients' calls may come between them. Where the server does not know a script all calls are made again.
     """
-    _, sha = _source(name, allow_oom)
     # Not a transaction: a full server refuses to queue even scripts that it would run.
     pipe = client.pipeline(transaction=False)
-    for keys, args in calls:
-        pipe.evalsha(sha, len(keys), *keys, *args)
-    replies = pipe.execute(raise_on_error=False)
-    for at, (keys, args) in enumerate(calls):
-        if isinstance(replies[at], NoScriptError):
-            replies[at] = call(client, name, keys, args, allow_oom=allow_oom)
-        elif isinstance(replies[at], Exception):
-            raise replies[at]
+    for name, keys, args in calls:
+        pipe.evalsha(_source(name, allow_oom)[1], len(keys), *keys, *args)
+    replies: list[Any] = pipe.execute(raise_on_error=False)
+    if not any(isinstance(reply, NoScriptError) for reply in replies):
+        return replies
+    replies = []
+    for name, keys, args in calls:
+        try:
+            replies.append(call(client, name, keys, args, allow_oom=allow_oom))
+        except ResponseError as error:
+            replies.append(error)
     return replies
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from embedq_broker.outcome import Cursor
 from embedq_broker.settings import BrokerSettings
 from embedq_schemas.encoding import EncodingOptions
+from embedq_schemas.errors import UsageError
 from embedq_schemas.names import Lane
 from embedq_schemas.run import RunState, RunStatus
 from numpy.typing import NDArray
@@ -189,7 +190,10 @@ class _Driver:
         return await asyncio.wait_for(asyncio.wrap_future(effect.future), effect.timeout_s)
 
     async def _call(self, function: Callable[[], Any]) -> Any:
-        call = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        try:
+            call = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        except RuntimeError:
+            raise UsageError("the client is closed") from None
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:

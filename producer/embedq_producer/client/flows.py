@@ -37,6 +37,7 @@ from embedq_schemas.run import RunState, RunStatus
 
 from embedq_producer.client.assembly import Assembly, pages, without_failures
 from embedq_producer.client.documents import Texts
+from embedq_producer.client.outbox import Outbox
 from embedq_producer.client.submission import Submission, run_name, run_spec
 from embedq_producer.client.values import (
     Backlog,
@@ -46,7 +47,7 @@ from embedq_producer.client.values import (
     ResultPage,
     RunResults,
 )
-from embedq_producer.client.watch import Watcher
+from embedq_producer.client.watch import Waiter, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +113,11 @@ class Flows:
         self._watcher = Watcher(
             self._client, lambda: connect(self.url, role="client-watch", blocking=True), self.keys, self.url
         )
+        self._outbox = Outbox(self._registry, self._watcher, self.url)
 
     def close(self) -> None:
         """End the waiting thread and close the connections."""
+        self._outbox.close()
         self._watcher.close()
         self._client.close()
 
@@ -134,11 +137,13 @@ class Flows:
         name = run_name(run, idempotency_key)
         submission = self._submission(name, texts, ids, options, lane, ttl_s, metadata)
         try:
-            yield from self._send(submission, None)
+            while (wait_s := (yield from self._ask(submission.step))) is not None:
+                if wait_s:
+                    yield Sleep(wait_s)
         except BaseException:
             if run is None and idempotency_key is None:
                 # Nobody knows its name, so nobody can go on with it.
-                yield Call(lambda: self._give_up(name))
+                yield from self._abandon(name)
             raise
         return name
 
@@ -151,12 +156,11 @@ class Flows:
             return without_failures(Assembly().results(0, (yield from self._dimension(options))))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         assembly, cursor = Assembly(), Cursor()
+        waiter = Waiter(name, cursor, owned=True)
         try:
-            # Watched before it is sent: then its end cannot be missed, and the first look needs no asking.
-            waiter = yield from self._ask(lambda: self._watcher.watch(name, Cursor()))
+            self._outbox.put(submission, waiter)
             try:
-                yield from self._send(submission, deadline)
-                look = yield Wait(waiter.future, _left(deadline))
+                look: Look = yield Wait(waiter.future, _left(deadline))
             finally:
                 self._watcher.drop(waiter)
             while True:
@@ -168,7 +172,7 @@ class Flows:
                     raise self._ended(name, look)
                 look = yield from self._next(name, cursor, deadline)
         except BaseException as error:
-            yield Call(lambda: self._give_up(name))
+            yield from self._abandon(name)
             if isinstance(error, TimeoutError):
                 raise (yield Call(lambda: self._late(f"{n} texts have no vectors after {timeout_s} s"))) from None
             raise
@@ -244,16 +248,9 @@ class Flows:
         spec = run_spec(self.keys.queue, name, options, lane, ttl_s, metadata)
         return Submission(self._registry, spec, texts, ids, self.settings.max_backlog_bytes)
 
-    def _send(self, submission: Submission, deadline: float | None) -> Flow[None]:
-        while (wait_s := (yield from self._ask(submission.step))) is not None:
-            if deadline is not None and time.monotonic() + wait_s > deadline:
-                raise TimeoutError
-            if wait_s:
-                yield Sleep(wait_s)
-
     def _next(self, run: str, cursor: Cursor | None, deadline: float | None) -> Flow[Look]:
         """The next look with news behind `cursor`; raises TimeoutError at the deadline."""
-        waiter = yield from self._ask(lambda: self._watcher.watch(run, cursor))
+        waiter = Waiter(run, cursor)
         try:
             yield from self._ask(lambda: self._watcher.look(waiter))
             look: Look = yield Wait(waiter.future, _left(deadline))
@@ -281,10 +278,10 @@ class Flows:
                 return RunExpiredError(f"run {run} expired: {look.error or 'it was not finished in time'}")
         return RunExpiredError(f"the results of run {run} expired")
 
-    def _give_up(self, run: str) -> None:
+    def _abandon(self, run: str) -> Flow[None]:
         """Cancel a run nobody waits for any more, if it can be reached."""
         try:
-            self._registry.cancel(run)
+            yield Call(lambda: self._registry.cancel(run))
         except RunNotFoundError:
             pass
         except Exception as error:

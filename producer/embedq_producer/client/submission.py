@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 from embedq_broker.keys import check_run_id
-from embedq_broker.registry import EnqueueOutcome, Registry
+from embedq_broker.registry import EnqueueArguments, Enqueued, EnqueueOutcome, Registry
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import BrokerError, RunConflictError, RunNotFoundError, UsageError
 from embedq_schemas.job import encode_job
@@ -96,11 +96,35 @@ class Submission:
             RunNotFoundError: the registry lost the run.
             BrokerError: the server lost what it had acknowledged.
         """
-        if self._job is None:
-            self._job = self._next_job()
+        job = self._current()
         if not self._created:
             self._create()
-        return self._send(self._job) if self._recorded is None else self._skip(self._job, self._recorded)
+        if self._recorded is not None:
+            return self._skip(job, self._recorded)
+        _, request = self.request()
+        return self.take(self._registry.enqueue(self.spec, **request))
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was sent yet and one job holds everything; raises UsageError."""
+        return self._current().last and not self._created and self._recorded is None
+
+    def request(self) -> tuple[RunSpec, EnqueueArguments]:
+        """What `Registry.enqueue` or `Registry.submit` is to be called with for the next job; raises UsageError."""
+        job = self._current()
+        return self.spec, {
+            "expected": self._sent,
+            "position": job.position,
+            "max_backlog_bytes": self._max_backlog_bytes,
+            "documents": 0 if job.documents is None else job.documents.num_rows,
+            "payload": job.payload,
+            "close": job.last,
+        }
+
+    def _current(self) -> _Job:
+        if self._job is None:
+            self._job = self._next_job()
+        return self._job
 
     def _next_job(self) -> _Job:
         if not self._begun:
@@ -123,16 +147,11 @@ class Submission:
             self.spec = spec
         self._created = True
 
-    def _send(self, job: _Job) -> float | None:
-        sent = self._registry.enqueue(
-            self.spec,
-            expected=self._sent,
-            position=job.position,
-            max_backlog_bytes=self._max_backlog_bytes,
-            documents=0 if job.documents is None else job.documents.num_rows,
-            payload=job.payload,
-            close=job.last,
-        )
+    def take(self, sent: Enqueued | Exception) -> float | None:
+        """Take in the outcome of `request`; returns and raises as `step`."""
+        if isinstance(sent, Exception):
+            raise sent
+        job = self._current()
         match sent.outcome:
             case EnqueueOutcome.FULL:
                 wait_s, self._wait_s = self._wait_s, min(self._wait_s * 2, _MOST_WAIT_S)

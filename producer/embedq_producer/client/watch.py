@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from embedq_broker import scripts
 from embedq_broker.connect import translate
 from embedq_broker.keys import Keys
 from embedq_broker.outcome import Cursor, Look, look_at
-from embedq_broker.registry import forget_call
+from embedq_broker.registry import cancel_call, forget_call
 from embedq_broker.scripts import text
 from embedq_schemas.errors import UsageError
 from redis.exceptions import RedisError
@@ -40,10 +40,14 @@ _LOOKS_AT_ONCE = 256
 class Waiter:
     """One wait for news of a run behind a cursor; `future` gets the look that has them."""
 
-    def __init__(self, run: str, cursor: Cursor | None) -> None:
+    def __init__(self, run: str, cursor: Cursor | None, *, owned: bool = False) -> None:
         self.run = run
+        #: Nobody else knows the run: it is of no use once this wait is given up.
+        self.owned = owned
         #: None: only the run's end is news.
         self.cursor = cursor
+        #: The run is on the server, or should be: if it is not known there, that is news.
+        self.sent = not owned
         self.future: Future[Look] = Future()
 
     def offer(self, look: Look) -> bool:
@@ -51,9 +55,14 @@ class Waiter:
         if not (look.over or look.results or look.letters):
             return False
         # Two threads may look at once; both see the same, and either will do.
-        with suppress(Exception):
+        with suppress(InvalidStateError):
             self.future.set_result(look)
         return True
+
+    def fail(self, error: BaseException) -> None:
+        """End the wait with `error`, unless it is over."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
 
 
 class Watcher:
@@ -72,9 +81,8 @@ class Watcher:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def watch(self, run: str, cursor: Cursor | None) -> Waiter:
-        """Register a wait. What changes from now on is seen; for what is there already, `look`."""
-        waiter = Waiter(run, cursor)
+    def add(self, waiters: Iterable[Waiter]) -> None:
+        """Begin waits. What changes from now on is seen; for what is there already, `look`."""
         with self._lock:
             if self._closed:
                 raise UsageError("the client is closed")
@@ -82,15 +90,19 @@ class Watcher:
                 self._cursor = self._last_event()
                 self._thread = threading.Thread(target=self._run, name="embedq-client-watch", daemon=True)
                 self._thread.start()
-            self._waiters.setdefault(run, []).append(waiter)
-        return waiter
+            for waiter in waiters:
+                mine = self._waiters.setdefault(waiter.run, [])
+                if waiter not in mine:
+                    mine.append(waiter)
 
     def look(self, waiter: Waiter) -> None:
-        """Look now, in the calling thread."""
+        """Begin a wait, and look now, in the calling thread, at what is there already."""
+        self.add([waiter])
         self._look([waiter])
 
     def drop(self, waiter: Waiter) -> None:
-        """End a wait; its future stays as it is."""
+        """End a wait; its future is cancelled if it has no outcome yet."""
+        waiter.future.cancel()
         with self._lock:
             mine = self._waiters.get(waiter.run, [])
             if waiter in mine:
@@ -104,10 +116,11 @@ class Watcher:
             self._done.append(run)
 
     def close(self) -> None:
-        """End the thread. Waits that are still on get a UsageError."""
+        """End the thread. Waits that are still on get a UsageError, and runs that only they know are cancelled."""
         with self._lock:
             self._closed = True
             thread, reader = self._thread, self._reader
+            lost = [waiter.run for each in self._waiters.values() for waiter in each if waiter.owned]
         if reader is not None:
             # A blocked read ends with its socket.
             reader.connection_pool.disconnect()
@@ -116,6 +129,7 @@ class Watcher:
         self._fail(UsageError("the client was closed"))
         with suppress(RedisError):
             self._forget_done()
+            scripts.call_many(self._client, [cancel_call(self._keys, run) for run in lost], allow_oom=True)
 
     def _last_event(self) -> str:
         entries: Any = self._client.xrevrange(self._keys.events, count=1)
@@ -178,8 +192,10 @@ class Watcher:
 
     def _waiting(self, runs: Iterable[str] | None) -> list[Waiter]:
         with self._lock:
-            names = self._waiters if runs is None else self._waiters.keys() & set(runs)
-            return [waiter for name in names for waiter in self._waiters[name]]
+            if runs is None:
+                # One that is still being sent may not be on the server yet.
+                return [waiter for each in self._waiters.values() for waiter in each if waiter.sent]
+            return [waiter for name in runs for waiter in self._waiters.get(name, ())]
 
     def _look(self, waiters: list[Waiter]) -> None:
         for start in range(0, len(waiters), _LOOKS_AT_ONCE):
@@ -193,12 +209,11 @@ class Watcher:
         with self._lock:
             runs, self._done = self._done, []
         if runs:
-            scripts.call_many(self._client, "drop_run", [forget_call(self._keys, run) for run in runs], allow_oom=True)
+            scripts.call_many(self._client, [forget_call(self._keys, run) for run in runs], allow_oom=True)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             waiters = [waiter for each in self._waiters.values() for waiter in each]
             self._waiters.clear()
         for waiter in waiters:
-            with suppress(Exception):
-                waiter.future.set_exception(error)
+            waiter.fail(error)
