@@ -49,7 +49,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     for router in (embeddings.router, tei.router, files.router, batches.router, probes.router):
         app.include_router(router)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, keys_required=gateway.keys.required)  # type: ignore[method-assign]
     _handle_errors(app, gateway)
     if gateway.settings.cors_origins:
         app.add_middleware(

@@ -111,7 +111,11 @@ BATCH_REQUEST = _object(
     {
         "input_file_id": {"type": "string"},
         "endpoint": {"type": "string", "enum": ["/v1/embeddings"]},
-        "completion_window": {"type": "string", "description": "A number and s, m, h or d; at most 30 days."},
+        "completion_window": {
+            "type": "string",
+            "pattern": "^[1-9][0-9]{0,6}[smhd]$",
+            "description": "A number and s, m, h or d; at most 30 days.",
+        },
         "metadata": _nullable({"type": "object", "maxProperties": 16, "additionalProperties": {"type": "string"}}),
         "output_expires_after": _nullable(
             _object(
@@ -146,8 +150,11 @@ UPLOAD = {
 }
 
 
-def describe(app: FastAPI) -> Json:
-    """The document, without FastAPI's own 422: what it refuses is answered with 400 in our shape."""
+def describe(app: FastAPI, *, keys_required: bool) -> Json:
+    """The document, without FastAPI's own 422: what it refuses is answered with 400 in our shape.
+
+    Without API keys nothing asks for one.
+    """
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes, tags=app.openapi_tags
@@ -157,6 +164,11 @@ def describe(app: FastAPI) -> Json:
                 body = operation["responses"].get("422", {}).get("content", {})
                 if "HTTPValidationError" in str(body):
                     del operation["responses"]["422"]
+                if not keys_required:
+                    operation["responses"].pop("401", None)
+                    operation.pop("security", None)
+        if not keys_required:
+            document["components"].pop("securitySchemes", None)
         for name in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(name, None)
         app.openapi_schema = document
