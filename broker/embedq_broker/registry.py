@@ -47,7 +47,7 @@ class EnqueueOutcome(StrEnum):
     DUP = "dup"  # this very job was sent before; nothing was added
     FULL = "full"  # the backlog is at its limit; nothing was added
     FENCED = "fenced"  # another producer moved this run's position; nothing was added
-    STOPPED = "stopped"  # the run is being cancelled, or over; nothing was added
+    STOPPED = "stopped"  # the run is being cancelled, over, or its input closed; nothing was added
     GONE = "gone"  # the registry does not know the run
 
 

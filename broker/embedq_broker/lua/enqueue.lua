@@ -5,13 +5,14 @@
 -- ARGV: 1 expected position, 2 new position, 3 max backlog bytes, 4 field of `bytes`, 5 run id, 6 documents, 7 skipped,
 --       8 close input (0/1), 9 schema version, 10 codec, 11 payload ('' for none), 12 documents whose outcome is counted
 --       already, 13... dead letters
--- Returns {'ok'} | {'dup'} | {'fenced', position} | {'stopped', status} | {'full', backlog} | {'gone'}
+-- Returns {'ok'} | {'dup'} | {'fenced', position} | {'stopped', status or 'closed'} | {'full', backlog} | {'gone'}
 local r = redis.call('HMGET', KEYS[1], 'status', 'position', 'input_closed')
 if not r[1] then return {'gone'} end
 local position = r[2] or ''
 if position == ARGV[2] and (ARGV[8] == '0' or r[3] == '1') then return {'dup'} end
 if position ~= ARGV[1] then return {'fenced', position} end
 if r[1] ~= 'validating' and r[1] ~= 'in_progress' then return {'stopped', r[1]} end
+if r[3] == '1' then return {'stopped', 'closed'} end
 local size, dead_size = #ARGV[11], 0
 for i = 13, #ARGV do dead_size = dead_size + #ARGV[i] end
 if size + dead_size > 0 then

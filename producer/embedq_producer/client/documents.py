@@ -71,8 +71,11 @@ class _Job:
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids), type=INPUT_IDS_TYPE)
 
 
-def jobs(texts: Texts, *, ids: Sequence[str] | None = None, metadata: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
-    """Cut `texts` into jobs: batches with columns `id`, `ordinal`, `text` or `input_ids`, then `metadata`.
+def jobs(
+    texts: Texts, *, ids: Sequence[str] | None = None, metadata: Sequence[str] = ()
+) -> Iterator[tuple[pa.RecordBatch, bool]]:
+    """Cut `texts` into jobs: batches with columns `id`, `ordinal`, `text` or `input_ids`, then `metadata`; and whether
+    each is the last.
 
     Args:
         texts: strings, lists of token ids, or mappings with `text` or `input_ids`, and perhaps an `id` and the
@@ -92,7 +95,7 @@ def jobs(texts: Texts, *, ids: Sequence[str] | None = None, metadata: Sequence[s
         kind, value = _value(item, index)
         document_id = _id(fields, given, index)
         if job is not None and (job.full or job.kind != kind):
-            yield job.build()
+            yield job.build(), False
             job = None
         if job is None:
             job = _Job(kind, index, metadata)
@@ -100,7 +103,7 @@ def jobs(texts: Texts, *, ids: Sequence[str] | None = None, metadata: Sequence[s
     if given is not None and next(given, None) is not None:
         raise UsageError(f"there are more ids than the {index + 1} texts")
     if job is not None:
-        yield job.build()
+        yield job.build(), True
 
 
 def _value(item: Any, index: int) -> tuple[_Kind, Any]:

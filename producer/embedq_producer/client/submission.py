@@ -17,7 +17,7 @@ from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import BrokerError, RunConflictError, RunNotFoundError, UsageError
 from embedq_schemas.job import encode_job
 from embedq_schemas.names import Lane
-from embedq_schemas.run import RunSpec, StreamSink
+from embedq_schemas.run import RunSpec, RunStatus, StreamSink
 from pydantic import ValidationError
 
 from embedq_producer.client.documents import InputDigest, Texts, jobs
@@ -77,10 +77,9 @@ class Submission:
         self._digest = InputDigest()
         self._sent = ""  # the run's position, as far as we know
         self._job: _Job | None = None
-        self._ahead: pa.RecordBatch | None = None
         self._recorded: str | None = None  # where an earlier submission of this run stopped
         self._wait_s = _FIRST_WAIT_S
-        self._begun = self._created = False
+        self._created = False
         self.spec = spec
         #: An earlier call sent some of it: results may be there already.
         self.repeated = False
@@ -127,14 +126,11 @@ class Submission:
         return self._job
 
     def _next_job(self) -> _Job:
-        if not self._begun:
-            self._ahead = next(self._jobs, None)
-            self._begun = True
-        documents, before = self._ahead, self._digest.copy()
+        documents, last = next(self._jobs, (None, True))
+        before = self._digest.copy()
         if documents is not None:
             self._digest.update(documents)
-            self._ahead = next(self._jobs, None)
-        return _Job(documents, before, self._digest.position, last=self._ahead is None)
+        return _Job(documents, before, self._digest.position, last=last)
 
     def _create(self) -> None:
         spec = self._registry.create(self.spec)
@@ -163,6 +159,9 @@ class Submission:
             case EnqueueOutcome.GONE:
                 raise RunNotFoundError(f"the registry lost run {self.spec.run}; was the server flushed?")
             case EnqueueOutcome.STOPPED:
+                if sent.detail in ("closed", RunStatus.COMPLETED):
+                    # All of its documents are there, and these are more.
+                    raise self._conflict()
                 return None
             case EnqueueOutcome.DUP:
                 self.repeated = True
