@@ -14,11 +14,11 @@ from embedq_worker.engine.cpu.ops import AmxAttention, CpuOps
 from embedq_worker.engine.decoder import Backends
 from embedq_worker.engine.group import Group
 from embedq_worker.engine.linear import can_pack
-from embedq_worker.engine.ops import EagerOps, LayerOps, compiled_ops
+from embedq_worker.engine.ops import EagerOps, LayerOps, fused_ops
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
 
-#: Below this many parameters a batch takes less time than compiling would.
+#: Below this many parameters a batch takes less time on a CPU than compiling would.
 _WORTH_COMPILING = 50_000_000
 #: Rows oneDNN lays packed weights out for; batches of other sizes use the same layout.
 _PACKED_ROWS = 2048
@@ -48,17 +48,19 @@ def choose_backends(
     ops: LayerOps = EagerOps()
     if kernels is not None:
         ops = CpuOps(kernels)
-    elif settings.compile is True or (settings.compile == "auto" and config.parameters > _WORTH_COMPILING):
-        ops, why = compiled_ops(device, dtype)
-        notes += (why,)
+    elif settings.compile is True or (
+        settings.compile == "auto" and (device.type == "cuda" or config.parameters > _WORTH_COMPILING)
+    ):
+        ops, passed = fused_ops(device, dtype)
+        notes += passed
     if settings.attention == "amx" and kernels is None:
         raise ModelError(f"attention amx does not work on {device}: {'; '.join(notes) or 'it is for bfloat16 on CPUs'}")
     if kernels is not None and settings.attention in ("auto", "amx"):
         return Chosen(Backends(AmxAttention(kernels), ops, group, packed_rows), notes)
     share = share_of(config, group.rank, group.size)
     shape = HeadShape(share.heads, share.kv_heads, config.head_dim, causal, config.windows)
-    attention, passed = choose_attention(settings.attention, shape, device, dtype)
-    return Chosen(Backends(attention, ops, group, packed_rows), notes + passed)
+    attention, others = choose_attention(settings.attention, shape, device, dtype)
+    return Chosen(Backends(attention, ops, group, packed_rows), notes + others)
 
 
 def _kernels(

@@ -1,8 +1,9 @@
-"""The arithmetic between matrix products, behind one interface: eager, compiled by torch, or the CPU kernels."""
+"""The arithmetic between matrix products, behind one interface: eager, compiled by torch, or our kernels."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from embedq_worker.engine import layers
 
 
 class LayerOps(Protocol):
-    """`residual` and `x` may be overwritten; the returned tensors are the results."""
+    """`residual`, `x` and `qk` may be overwritten; the returned tensors are the results."""
 
     name: str
 
@@ -68,18 +69,53 @@ class CompiledOps(EagerOps):
         return self._silu(gate_up)
 
 
-def compiled_ops(device: torch.device, dtype: torch.dtype) -> tuple[LayerOps, str]:
-    """CompiledOps where torch.compile works on this machine, else EagerOps; and why."""
+def fused_ops(device: torch.device, dtype: torch.dtype) -> tuple[LayerOps, tuple[str, ...]]:
+    """The fastest operations that are right on this device, and why faster ones were passed over."""
     if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        return EagerOps(), "eager: no C++ compiler for torch.compile"
-    ops = CompiledOps()
-    try:
-        probe = torch.zeros(32, 64, dtype=dtype, device=device)
-        ops.silu_mul(probe)
-        ops.add_rms_norm(probe, probe, probe[0], 1e-6)
-        half = torch.zeros(32, 8, device=device)
-        ops.rotate_qk(probe.view(32, 4, 16), 3, probe[0, :16], probe[0, :16], half, half, 1e-6)
-    except Exception as error:
-        # torch.compile raises its back end's own errors (a missing header, no Triton); all of them mean eager.
-        return EagerOps(), f"eager: torch.compile failed ({type(error).__name__})"
-    return ops, "torch.compile"
+        return EagerOps(), ("eager operations: no C++ compiler for torch.compile",)
+    passed: tuple[str, ...] = ()
+    candidates: list[Callable[[], LayerOps]] = [_triton_ops, CompiledOps] if device.type == "cuda" else [CompiledOps]
+    for make in candidates:
+        try:
+            ops = make()
+            _check(ops, device, dtype)
+        except Exception as error:
+            # Compilers raise errors of their own (a missing header, no Triton); each of them means: not here.
+            passed += (f"{make.__name__.strip('_')}: {type(error).__name__}: {str(error).partition(chr(10))[0]}",)
+        else:
+            return ops, passed
+    return EagerOps(), passed
+
+
+def _triton_ops() -> LayerOps:
+    from embedq_worker.engine.gpu.kernels import TritonOps
+
+    return TritonOps()
+
+
+def _check(ops: LayerOps, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises RuntimeError where `ops` does not compute what EagerOps does."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    rows, heads, dim, eps = 33, 6, 32, 1e-6
+    x, residual, weight, gate_up = random(rows, 96), random(rows, 96), random(96), random(rows, 2 * 96)
+    qk, gain, angles = random(rows, heads, dim), random(dim), random(rows, dim).float()
+    cos, sin = angles.cos()[:, : dim // 2].contiguous(), angles.sin()[:, dim // 2 :].contiguous()
+
+    def results(o: LayerOps) -> dict[str, tuple[Tensor, ...]]:
+        return {
+            "norm": o.add_rms_norm(None, residual.clone(), weight, eps),
+            "add": o.add_rms_norm(x.clone(), residual.clone(), weight, eps),
+            "rope": o.rotate_qk(qk.clone(), 4, gain, gain, cos, sin, eps),
+            "silu": (o.silu_mul(gate_up),),
+        }
+
+    found, wanted = results(ops), results(EagerOps())
+    for name, expected in wanted.items():
+        for one, other in zip(found[name], expected, strict=True):
+            # Values are near one; a wrong index or a missing factor is off by that much.
+            if not torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02):
+                raise RuntimeError(f"{name} differs from the reference")

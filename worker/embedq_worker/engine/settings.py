@@ -28,7 +28,7 @@ class EngineSettings(BaseModel):
         "auto",
         description="auto: bfloat16 where the device has it in hardware, else float32. float16 overflows on Qwen.",
     )
-    attention: AttentionKind = Field("auto", description="auto: the first backend that works on the device.")
+    attention: AttentionKind = Field("auto", description="auto: the fastest backend that is right on the device.")
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
         1, description="Ranks one model is split over. auto: the smallest degree whose share of the weights fits."
     )

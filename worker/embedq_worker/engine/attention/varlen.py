@@ -89,11 +89,9 @@ class TorchVarlenAttention(_Planned):
             raise RuntimeError("this torch has no sliding window in varlen_attn")
         else:
             options["is_causal"] = causal
-        if q.shape[1] != k.shape[1]:
-            if "enable_gqa" in self._parameters:
-                options["enable_gqa"] = True
-            else:
-                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        # Before it had the argument, the kernel took fewer key heads as they are.
+        if q.shape[1] != k.shape[1] and "enable_gqa" in self._parameters:
+            options["enable_gqa"] = True
         out = self._attend(q, k, v, cu_q, self._cu_seqlens, max_q, self._max_seqlen, **options)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
