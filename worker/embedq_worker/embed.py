@@ -16,7 +16,7 @@ from embedq_schemas.token_batch import TokenBatch
 from embedq_schemas.vector_batch import VectorBatch, make_vector_batch
 from numpy.typing import NDArray
 
-from embedq_worker.engine.base import Engine, PackedBatch
+from embedq_worker.engine.base import Engine, PackedBatch, launch
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +46,53 @@ class Embedded:
         return sum(part.vectors.num_documents * part.vectors.dimension * 4 for part in self.parts if part.vectors)
 
 
-def embed(engine: Engine, entry: Entry, batch: TokenBatch, encoding: EncodingOptions, normalize: bool) -> Embedded:
-    """Run `batch` and check every row.
+class Embedding:
+    """A token batch under way.
 
     A document that fails alone while a trivial one succeeds is guilty and becomes a dead letter; where the trivial one
     fails too, the device is, and EngineError is raised so that the process ends and the batch is delivered again.
     """
-    fault_point("embed.forward", batch.table.column("id"))
-    vectors, reasons = _encode(engine, batch, encoding.dimensions, normalize)
-    fault_point("embed.forwarded", batch.table.column("id"))
-    return Embedded(entry, split_by_run(entry.shares, batch, vectors, reasons))
+
+    def __init__(
+        self, engine: Engine, entry: Entry, batch: TokenBatch, encoding: EncodingOptions, normalize: bool
+    ) -> None:
+        fault_point("embed.forward", batch.table.column("id"))
+        self._engine, self._entry, self._batch = engine, entry, batch
+        self._dimensions, self._normalize = encoding.dimensions, normalize
+        self._packed = PackedBatch(batch.input_ids, batch.cu_seqlens)
+        self._flight = launch(engine, self._packed, dimensions=encoding.dimensions, normalize=normalize)
+
+    def most_done(self) -> None:
+        """Return when the next batch should be launched."""
+        self._flight.most_done()
+
+    def outcome(self) -> Embedded:
+        """Every row checked. Raises EngineError where the device is broken."""
+        vectors, reasons = self._checked()
+        fault_point("embed.forwarded", self._batch.table.column("id"))
+        return Embedded(self._entry, split_by_run(self._entry.shares, self._batch, vectors, reasons))
+
+    def _checked(self) -> tuple[NDArray[np.float32], dict[int, tuple[DocumentErrorCode, str]]]:
+        engine, packed, normalize = self._engine, self._packed, self._normalize
+        dimension = self._dimensions or engine.dimension
+        try:
+            vectors = self._flight.result()
+            _check_shape(vectors, len(packed), dimension)
+            suspects = _bad_rows(vectors, normalize)
+        except EngineError as error:
+            log.warning("the forward pass failed on %d documents, trying each alone: %s", len(packed), error)
+            vectors = np.zeros((len(packed), dimension), dtype=np.float32)
+            suspects = np.arange(len(packed))
+        if len(suspects) and not vectors.flags.writeable:
+            vectors = vectors.copy()
+        reasons: dict[int, tuple[DocumentErrorCode, str]] = {}
+        for row in suspects.tolist():
+            reason = _alone(engine, packed, row, vectors, self._dimensions, normalize)
+            if reason is not None:
+                reasons[row] = reason
+        if reasons:
+            _probe(engine, packed)
+        return vectors, reasons
 
 
 def split_by_run(
@@ -93,31 +130,6 @@ def dead_letter(batch: TokenBatch, row: int, code: DocumentErrorCode, message: s
         code=code,
         message=clip(message),
     )
-
-
-def _encode(
-    engine: Engine, batch: TokenBatch, dimensions: int | None, normalize: bool
-) -> tuple[NDArray[np.float32], dict[int, tuple[DocumentErrorCode, str]]]:
-    packed = PackedBatch(batch.input_ids, batch.cu_seqlens)
-    dimension = dimensions or engine.dimension
-    try:
-        vectors = engine.encode(packed, dimensions=dimensions, normalize=normalize)
-        _check_shape(vectors, len(packed), dimension)
-        suspects = _bad_rows(vectors, normalize)
-    except EngineError as error:
-        log.warning("the forward pass failed on %d documents, trying each alone: %s", len(packed), error)
-        vectors = np.zeros((len(packed), dimension), dtype=np.float32)
-        suspects = np.arange(len(packed))
-    if len(suspects) and not vectors.flags.writeable:
-        vectors = vectors.copy()
-    reasons: dict[int, tuple[DocumentErrorCode, str]] = {}
-    for row in suspects.tolist():
-        reason = _alone(engine, packed, row, vectors, dimensions, normalize)
-        if reason is not None:
-            reasons[row] = reason
-    if reasons:
-        _probe(engine, packed)
-    return vectors, reasons
 
 
 def _alone(

@@ -7,7 +7,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import redis
 from embedq_broker.commit import Commit
@@ -25,7 +26,7 @@ from embedq_schemas.token_batch import TokenBatch
 from redis.exceptions import RedisError
 
 from embedq_worker.checkpoint import Checkpoint
-from embedq_worker.embed import Embedded, RunPart, dead_letter, embed
+from embedq_worker.embed import Embedded, Embedding, RunPart, dead_letter
 from embedq_worker.engine import Engine, load_engine
 from embedq_worker.hold import until_accepted
 from embedq_worker.keeper import Keeper, Progress, leave
@@ -110,22 +111,50 @@ def _serve(
     log.info("embedder ready on %s: %s", engine.device, dict(engine.description))
     ready()
     try:
-        while not stop.is_set():
-            fetched = prefetcher.take(0.5)
+        under_way: Settling | None = None
+        while not stop.is_set() or under_way is not None:
+            # While most of a batch is still to run, what comes next is open: urgent work must not find it decided.
+            if under_way is not None:
+                under_way.most_done()
+            fetched = None if stop.is_set() else prefetcher.take(0.5 if under_way is None else 0)
             writer.check()
-            if fetched is None:
+            if fetched is None and under_way is None:
                 progress.enter("idle")
                 continue
             progress.enter("working")
-            embedded = embedder.settle(fetched)
-            if embedded is not None:
+            following = None if fetched is None else embedder.begin(fetched)
+            if under_way is not None and (embedded := under_way.outcome()) is not None:
                 writer.submit(embedded)
+            under_way = following
         progress.enter("draining")
         prefetcher.stop()
         writer.close(settings.grace_s)
     finally:
         keeper.stop()
         leave(client, consumer)
+
+
+class Settling(Protocol):
+    """A batch on its way to its outcome."""
+
+    def most_done(self) -> None:
+        """Return when the next batch should begin."""
+
+    def outcome(self) -> Embedded | None:
+        """None where it is already committed."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A batch that has its outcome."""
+
+    embedded: Embedded | None
+
+    def most_done(self) -> None:
+        """Nothing is under way."""
+
+    def outcome(self) -> Embedded | None:
+        return self.embedded
 
 
 class Embedder:
@@ -149,8 +178,8 @@ class Embedder:
         registry = Registry(client, consumer.keys)
         self._runs = RunCache(registry, url=config.broker.redis_url, give_up=stop.is_set)
 
-    def settle(self, fetched: Fetched) -> Embedded | None:
-        """Embed a batch, or decide what else becomes of its documents; None if that is already committed."""
+    def begin(self, fetched: Fetched) -> Settling:
+        """Launch a batch, or decide what else becomes of its documents."""
         entry, batch = fetched.entry, fetched.batch
         if batch is None:
             letter = DeadLetter(
@@ -160,21 +189,22 @@ class Embedder:
                 message=clip(fetched.fault or "the entry is not a token batch"),
             )
             parts = (RunPart(s.run, None, 0, (letter,) * s.documents) for s in entry.shares)
-            return Embedded(entry, tuple(parts))
+            return Settled(Embedded(entry, tuple(parts)))
         spec = next(filter(None, (self._runs.spec(share.run) for share in entry.shares)), None)
         if spec is None or not any(self._runs.wanted(share.run) for share in entry.shares):
-            return Embedded(entry, tuple(RunPart(s.run, None, 0, (), skipped=s.documents) for s in entry.shares))
+            skipped = (RunPart(s.run, None, 0, (), skipped=s.documents) for s in entry.shares)
+            return Settled(Embedded(entry, tuple(skipped)))
         normalize = self._checkpoint.normalize if spec.encoding.normalize is None else spec.encoding.normalize
         if entry.deliveries == 1:
-            return embed(self._engine, entry, batch, spec.encoding, normalize)
+            return Embedding(self._engine, entry, batch, spec.encoding, normalize)
         # What was delivered before may be what ended its process: whether this try comes back is put on record.
         tries = self._ask(lambda: self._consumer.begin_try(entry))
         if is_fatal(entry, tries, self._config.broker.max_deliveries):
             outcome = self._isolate(fetched, batch)
         else:
-            outcome = embed(self._engine, entry, batch, spec.encoding, normalize)
+            outcome = Embedding(self._engine, entry, batch, spec.encoding, normalize).outcome()
         self._ask(lambda: self._consumer.end_try(entry))
-        return outcome
+        return Settled(outcome)
 
     def _ask(self, question: Callable[[], T]) -> T:
         return until_accepted(question, url=self._config.broker.redis_url, give_up=self._stop.is_set)

@@ -13,7 +13,7 @@ from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import DocumentErrorCode, EngineError
 from embedq_schemas.names import Lane
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
-from embedq_worker.embed import Embedded, embed
+from embedq_worker.embed import Embedded, Embedding
 from embedq_worker.engine.base import Engine, PackedBatch
 from numpy.typing import NDArray
 
@@ -164,7 +164,7 @@ def run(
 ) -> Embedded:
     shares = shares or (Share("r", batch.num_documents),)
     entry = Entry("s", Lane.BULK, "1-1", 1, "arrow", shares, b"", None)
-    return embed(engine, entry, batch, EncodingOptions(dimensions=dimensions), normalize)
+    return Embedding(engine, entry, batch, EncodingOptions(dimensions=dimensions), normalize).outcome()
 
 
 def found(embedded: Embedded) -> dict[str, dict[str, list[float]]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -56,6 +57,53 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the model and end helper processes. May be called twice."""
+
+
+class Flight(Protocol):
+    """A batch under way."""
+
+    def most_done(self) -> None:
+        """Return once half of it has run: a batch launched then keeps the device busy, and urgent work can go first."""
+
+    def result(self) -> NDArray[np.float32]:
+        """What `encode` returns. Raises EngineError where it would."""
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """An engine whose device computes in the background, batches in the order of their launches."""
+
+    def launch(self, batch: PackedBatch, *, dimensions: int | None = None, normalize: bool = True) -> Flight:
+        """Begin `encode`; its errors come with the result."""
+
+
+class Foreground:
+    """A batch that is computed by the thread that asks for it."""
+
+    def __init__(self, encode: Callable[[], NDArray[np.float32]]) -> None:
+        self._encode = encode
+        self._outcome: NDArray[np.float32] | EngineError | None = None
+
+    def most_done(self) -> None:
+        try:
+            self._outcome = self._encode()
+        except EngineError as error:
+            self._outcome = error
+
+    def result(self) -> NDArray[np.float32]:
+        if self._outcome is None:
+            self.most_done()
+        if isinstance(self._outcome, EngineError):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
+def launch(engine: Engine, batch: PackedBatch, *, dimensions: int | None = None, normalize: bool = True) -> Flight:
+    """Begin `engine.encode`, in the background where the engine can."""
+    if isinstance(engine, Launching):
+        return engine.launch(batch, dimensions=dimensions, normalize=normalize)
+    return Foreground(partial(engine.encode, batch, dimensions=dimensions, normalize=normalize))
 
 
 def check_batch(batch: PackedBatch, *, vocab_size: int, max_length: int) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
 from embedq_schemas.errors import EngineError, ModelError
 from numpy.typing import NDArray
+from torch import Tensor
 
 from embedq_worker.checkpoint import Checkpoint, DecoderConfig, decoder_of
 from embedq_worker.engine.backends import choose_backends
-from embedq_worker.engine.base import PackedBatch, check_batch, check_dimensions
+from embedq_worker.engine.base import Flight, Foreground, PackedBatch, check_batch, check_dimensions
 from embedq_worker.engine.decoder import Decoder
 from embedq_worker.engine.device import (
     choose_degree,
@@ -20,6 +24,7 @@ from embedq_worker.engine.device import (
     choose_product_threads,
     usable_cores,
 )
+from embedq_worker.engine.gpu.flight import GpuFlight, LayerMark
 from embedq_worker.engine.group import Group, Solo
 from embedq_worker.engine.heads import finish, load_heads, pool
 from embedq_worker.engine.memory import keep_freed_memory
@@ -154,31 +159,61 @@ class NativeEngine:
     def encode(
         self, batch: PackedBatch, *, dimensions: int | None = None, normalize: bool = True
     ) -> NDArray[np.float32]:
+        vectors = self._forward(batch, dimensions, normalize, self._advance)
+        try:
+            found: NDArray[np.float32] = vectors.cpu().numpy()
+        except RuntimeError as error:
+            raise self._failure(batch, error) from error
+        self._advance()
+        return found
+
+    def launch(self, batch: PackedBatch, *, dimensions: int | None = None, normalize: bool = True) -> Flight:
+        """Begin `encode`: in the background on a GPU."""
+        if self._device.type != "cuda":
+            return Foreground(partial(self.encode, batch, dimensions=dimensions, normalize=normalize))
+        with self._on_device():
+            most = LayerMark(after=self._decoder.config.num_layers // 2 if self._decoder else 0)
+
+            def progress() -> None:
+                self._advance()
+                most.layer_done()
+
+            try:
+                vectors = self._forward(batch, dimensions, normalize, progress)
+            except EngineError as error:
+                return Foreground(partial(_raise, error))
+            return GpuFlight(vectors, most, self._advance, lambda error: self._failure(batch, error))
+
+    def _forward(
+        self, batch: PackedBatch, dimensions: int | None, normalize: bool, progress: Callable[[], None]
+    ) -> Tensor:
+        """Vectors float32 [n, dimensions], on the device; a GPU may still be computing them."""
         if self._decoder is None:
             raise EngineError("the engine is closed")
         check_batch(batch, vocab_size=self._checkpoint.vocab_size, max_length=self.max_length)
         width = check_dimensions(dimensions, self.dimension)
         count = len(batch)
         if count == 0:
-            return np.empty((0, width), np.float32)
-        if self._rounds_up:
-            batch = round_up(batch)
+            return torch.empty(0, width)
+        rounded = round_up(batch) if self._rounds_up else batch
         if self._ranks is not None:
-            self._ranks.send(batch)
+            self._ranks.send(rounded)
         try:
-            with torch.inference_mode():
-                return self._encode(self._decoder, batch, width, normalize=normalize)[:count]
+            with torch.inference_mode(), self._on_device():
+                plan = plan_batch(rounded, self._device)
+                hidden = self._decoder.forward(plan, progress)
+                pooled = hidden.float() if self._last_only else pool(hidden, plan, self._checkpoint.pooling)
+                return finish(pooled, self._heads, width, normalize=normalize)[:count]
         except (RuntimeError, MemoryError) as error:
-            reason = str(error) if self._ranks is None else self._ranks.fail(str(error))
-            raise EngineError(f"the forward pass failed on {len(batch.input_ids)} tokens: {reason}") from error
+            raise self._failure(batch, error) from error
 
-    def _encode(self, decoder: Decoder, batch: PackedBatch, width: int, *, normalize: bool) -> NDArray[np.float32]:
-        plan = plan_batch(batch, self._device)
-        hidden = decoder.forward(plan, self._advance)
-        pooled = hidden.float() if self._last_only else pool(hidden, plan, self._checkpoint.pooling)
-        vectors: NDArray[np.float32] = finish(pooled, self._heads, width, normalize=normalize).cpu().numpy()
-        self._advance()
-        return vectors
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels of our own launch on the thread's current GPU."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _failure(self, batch: PackedBatch, error: Exception) -> EngineError:
+        reason = str(error) if self._ranks is None else self._ranks.fail(str(error))
+        return EngineError(f"the forward pass failed on {len(batch.input_ids)} tokens: {reason}")
 
     def _advance(self) -> None:
         self._steps += 1
@@ -193,3 +228,7 @@ class NativeEngine:
 
 def _warnings(dtype: torch.dtype) -> list[str]:
     return ["float16 overflows on Qwen models: some texts may get no vector"] if dtype is torch.float16 else []
+
+
+def _raise(error: EngineError) -> NoReturn:
+    raise error
