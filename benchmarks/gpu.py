@@ -3,19 +3,19 @@
     python benchmarks/gpu.py            # one GPU, under four minutes
     python benchmarks/gpu.py --toy      # the same script at toy size; also what runs where there is no GPU
 
-In order: every attention backend against float32 on fresh inputs; tokens/s and model FLOP utilisation of
-Qwen3-Embedding shapes over text lengths, beside transformers with SDPA; kernel time by kind; the device's idle share
-when batches come through a real Redis stream. Utilisation above 100% means the measurement is wrong, and fails the run.
+In order: every attention backend against float32 on fresh inputs, and its time; tokens/s and model FLOP utilisation of
+Qwen3-Embedding shapes over text lengths, beside transformers with SDPA; kernel time by kind; the whole pipeline from a
+corpus to a dataset, with the device's idle share by the driver's counter. Utilisation above 100% means the measurement
+is wrong, and fails the run.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,9 +29,10 @@ import torch
 from embedq_worker.bench import MatrixRate
 from embedq_worker.checkpoint import Checkpoint, decoder_of, load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
-from embedq_worker.engine.attention.choose import HeadShape, candidates, check
+from embedq_worker.engine.attention.choose import HeadShape, candidates, check, seconds
 from embedq_worker.engine.generate import generate_checkpoint
 from embedq_worker.engine.tuning import uniform_batch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,14 @@ TOY = (Shape("toy", 128, 2, 4, 2, 32, 256), Shape("toy-wide", 256, 2, 4, 2, 64, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="toy shapes; the default where there is no GPU")
+    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in FULL], help="default: all")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens a text")
     parser.add_argument("--batch-tokens", type=int, help="tokens a batch; default 16384, toy 1024")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--no-queue", action="store_true")
+    parser.add_argument("--corpus", type=Path, help="JSONL for the queue; default: the standard library's docstrings")
+    parser.add_argument("--tokenizer", type=Path, help="such as Qwen3's tokenizer.json; default: a small generated one")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     toy = options.toy or not gpu
@@ -73,17 +77,18 @@ def main() -> int:
     print(f"device: {torch.cuda.get_device_name() if gpu else 'cpu, no GPU'}; {'toy' if toy else 'full'} shapes")
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     backends(device)
-    failures = []
-    for shape in TOY if toy else FULL:
+    failures = kinds(device)
+    shapes = TOY if toy else [shape for shape in FULL if shape.name in (options.shapes or [shape.name])]
+    for shape in shapes:
         with tempfile.TemporaryDirectory() as scratch:
-            failures += measure(shape, Path(scratch), options, device, first=shape in (TOY[0], FULL[0]))
+            failures += measure(shape, Path(scratch), options, device, first=shape is shapes[0])
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
 def backends(device: torch.device) -> None:
-    """Every backend this machine could have, and whether it computes attention right."""
+    """Every backend this machine could have, whether it computes attention right, and how fast."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, factory in candidates(device, dtype).items():
         for shape in (HeadShape(16, 8, 128), HeadShape(12, 2, 64, causal=False), HeadShape(8, 8, 128, windows=(33,))):
@@ -91,6 +96,44 @@ def backends(device: torch.device) -> None:
             print(f"attention {name:10} {shape}: {reason or 'right'}")
             if reason:
                 break
+        else:
+            lengths = (128, 512, 2048, 8192) if device.type == "cuda" else (64, 256)
+            times = {n: seconds(factory(), HeadShape(16, 8, 128), device, dtype, length=n) for n in lengths}
+            print("          " + ", ".join(f"{n} tokens a text: {1e3 * t:.3f} ms" for n, t in times.items()))
+
+
+#: Every branch of the engine at a size that takes seconds: what differs from Qwen3-Embedding.
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3, last token": {},
+    "qwen2, bias, mean, bidirectional": {"family": "qwen2", "pooling": "mean", "causal": False},
+    "qwen3, dense head, cls": {"pooling": "cls", "dense": (96,)},
+    "qwen2, grouped by seven": {"family": "qwen2", "hidden_size": 448, "heads": 14, "kv_heads": 2, "head_dim": 32},
+    "qwen3, head_dim 128": {"hidden_size": 256, "heads": 2, "kv_heads": 1, "head_dim": 128},
+}
+
+
+def kinds(device: torch.device) -> list[str]:
+    """Small models of each kind on the device, against the float32 engine on the CPU, on fresh texts."""
+    rng, failures = np.random.default_rng(), []
+    for name, options in KINDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = load_checkpoint(str(generate_checkpoint(Path(folder, "m"), max_length=4096, **options)))
+            texts = [rng.integers(0, checkpoint.vocab_size, n).tolist() for n in (1, 2, 17, 64, 300, 1500)]
+            wanted = vectors_of(checkpoint, texts, "cpu", "float32")
+            exact = float(np.abs(vectors_of(checkpoint, texts, str(device), "float32") - wanted).max())
+            close = float((vectors_of(checkpoint, texts, str(device), "bfloat16") * wanted).sum(1).min())
+            print(f"{name:34} float32 differs by {exact:.1e} at most; bfloat16 cosine at least {close:.5f}")
+            if exact > 1e-4 or close < 0.999:
+                failures.append(f"{name}: the device's vectors differ from the CPU's")
+    return failures
+
+
+def vectors_of(checkpoint: Checkpoint, texts: list[list[int]], device: str, dtype: Any) -> NDArray[np.float32]:
+    engine = load_engine(checkpoint, EngineSettings(device=device, dtype=dtype, max_batch_tokens=4096))
+    try:
+        return engine.encode(PackedBatch.of(texts))
+    finally:
+        engine.close()
 
 
 def measure(
@@ -106,6 +149,7 @@ def measure(
         intermediate_size=shape.intermediate_size,
         dtype="bfloat16",
         max_length=max(options.lengths),
+        tokenizer_json=options.tokenizer,
     )
     checkpoint = load_checkpoint(str(path))
     settings = EngineSettings(
@@ -121,9 +165,9 @@ def measure(
     failures += utilisation(shape, checkpoint, engine, options)
     if first:
         kernels(checkpoint, engine, options, device)
-        if not options.no_queue:
-            idle_share(checkpoint, engine, options, device)
     engine.close()
+    if first and not options.no_queue:
+        through_queue(path, options, device)
     return failures
 
 
@@ -224,56 +268,62 @@ def kind_of(kernel: str) -> str:
     return "between products"
 
 
-def idle_share(checkpoint: Checkpoint, engine: Engine, options: argparse.Namespace, device: torch.device) -> None:
-    """Share of the wall time in which no batch runs, when batches are read from a Redis stream one ahead."""
-    with redis_client() as client:
-        if client is None:
-            print("idle share: not measured (no redis-server or valkey-server on PATH)")
-            return
-        length = min(128, max(options.lengths))
-        batch = uniform_batch(options.batch_tokens, length, vocab_size=checkpoint.vocab_size)
-        for _ in range(20):
-            fields = {"ids": batch.input_ids.tobytes(), "offsets": batch.cu_seqlens.tobytes()}
-            client.xadd("batches", fields)
-        client.xgroup_create("batches", "embedders", "0")
-        engine.encode(batch)
-        busy, start = 0.0, time.perf_counter()
-        while reply := client.xreadgroup("embedders", "one", {"batches": ">"}, count=1):
-            entry, fields = reply[0][1][0]
-            read = PackedBatch(np.frombuffer(fields[b"ids"], np.uint32), np.frombuffer(fields[b"offsets"], np.int32))
-            begun = time.perf_counter()
-            vectors = engine.encode(read)
-            busy += time.perf_counter() - begun
-            client.set(entry, vectors.tobytes())
-            client.xack("batches", "embedders", entry)
-        wall = time.perf_counter() - start
-        print(f"device idle between batches of a real stream, nothing prefetched: {1 - busy / wall:.1%}")
+def through_queue(path: Path, options: argparse.Namespace, device: torch.device) -> None:
+    """The whole pipeline, from a corpus to a dataset, and the share of that time in which the GPU ran no kernel."""
+    from pipeline import once
+
+    from embedq.demo import write_corpus
+
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = options.corpus or Path(folder, "docstrings.jsonl")
+        if options.corpus is None:
+            write_corpus(corpus)
+        engine = EngineSettings(
+            device="auto" if device.type == "cuda" else "cpu",
+            attention=options.attention,
+            max_batch_tokens=options.batch_tokens,
+            threads=None if device.type == "cuda" else 1,
+        )
+        with busy_samples(device) as samples:
+            run = once(corpus, path, engine, gpus=(0,) if device.type == "cuda" else ())
+        rate = run["tokens"] / run["wall"]
+        print(
+            f"through the queue: {run['documents']:,.0f} documents, {run['tokens']:,.0f} tokens, {rate:,.0f} tokens/s"
+        )
+        # The first and the last tenth hold the pipeline's filling and the files' last fsync.
+        first, last = (run["began"] + run["wall"] * part for part in (0.1, 0.9))
+        inside = [busy for at, busy in samples if first <= at <= last]
+        print(
+            f"device idle, by the driver's counter: {1 - statistics.mean(inside):.1%}"
+            if inside
+            else "idle share: no GPU"
+        )
 
 
 @contextmanager
-def redis_client() -> Iterator[Any]:
-    import redis
-
-    binary = shutil.which("redis-server") or shutil.which("valkey-server")
-    if binary is None:
-        yield None
+def busy_samples(device: torch.device) -> Iterator[list[tuple[float, float]]]:
+    """(time, share of the last moments in which a kernel ran), sampled from the driver while the block runs."""
+    samples: list[tuple[float, float]] = []
+    if device.type != "cuda":
+        yield samples
         return
-    with tempfile.TemporaryDirectory() as folder:
-        socket = f"{folder}/s"
-        command = [binary, "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            client = redis.Redis(unix_socket_path=socket)
-            for _ in range(100):
-                try:
-                    client.ping()
-                    break
-                except redis.ConnectionError:
-                    time.sleep(0.05)
-            yield client
-        finally:
-            process.terminate()
-            process.wait()
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.1):
+            samples.append((time.perf_counter(), pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
 
 
 if __name__ == "__main__":

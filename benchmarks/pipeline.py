@@ -50,8 +50,8 @@ def produce(url: str, spec_json: bytes, corpus: str, go: object) -> None:
         time.sleep(0.05)
 
 
-def once(corpus: Path, checkpoint: Path, budget: int) -> dict[str, float]:
-    """One run; returns wall seconds, counts, CPU seconds and resident MiB by process."""
+def once(corpus: Path, checkpoint: Path, engine: EngineSettings, gpus: tuple[int, ...] = ()) -> dict[str, float]:
+    """One run; returns its begin (perf_counter), wall seconds, counts, CPU seconds and resident MiB by process."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder, "state")) as server:
         out = Path(folder, "out")
         keys = Keys("bench")
@@ -59,8 +59,7 @@ def once(corpus: Path, checkpoint: Path, budget: int) -> dict[str, float]:
         registry = Registry(client, keys)
         broker = BrokerSettings(redis_url=server.url, queue="bench")
         worker = WorkerSettings(model=str(checkpoint), output_roots=(Path(folder),))
-        engine = EngineSettings(kind="null", max_batch_tokens=budget)
-        slots = plan_slots(tokenizers=1, embedders=1, gpus=(), engine=engine)
+        slots = plan_slots(tokenizers=1, embedders=1, gpus=gpus, engine=engine)
         supervisor = Supervisor(slots, broker, worker, ends_on_infrastructure=True, log_level="WARNING")
         spec = RunSpec(run="bench", queue="bench", sink=ParquetSink(path=str(out)), created_at=time.time())
         registry.create(spec)
@@ -101,7 +100,7 @@ def once(corpus: Path, checkpoint: Path, budget: int) -> dict[str, float]:
         c = state.counters
         assert c.failed == 0, c
         counts = {"documents": c.input, "tokens": c.tokens, "server_peak_mib": peak, "protocol_s": protocol}
-        return {"wall": wall, **counts, **used, **memory}
+        return {"began": started, "wall": wall, **counts, **used, **memory}
 
 
 def protocol_seconds(stats: dict[str, dict[str, float]]) -> float:
@@ -172,7 +171,7 @@ def main() -> None:
         )
         runs, references = [], []
         for _ in range(args.repeat):
-            runs.append(once(corpus, checkpoint, args.budget))
+            runs.append(once(corpus, checkpoint, EngineSettings(kind="null", max_batch_tokens=args.budget)))
             references.append(reference_rate(corpus, checkpoint / "tokenizer.json", args.sample))
             rate = runs[-1]["tokens"] / runs[-1]["wall"]
             print(f"  {runs[-1]['wall']:.2f} s, {rate:,.0f} tokens/s; alone {references[-1]:,.0f} tokens/s", flush=True)
