@@ -181,6 +181,7 @@ class DocumentErrorCode(StrEnum):
     DUPLICATE_ID = "duplicate_id"  # an earlier document of this run has this id
     INVALID_JOB = "invalid_job"  # the job entry does not decode
     INVALID_BATCH = "invalid_batch"  # the token batch entry does not decode
+    INVALID_INPUT_IDS = "invalid_input_ids"  # no token ids, or one outside the model's vocabulary
     TOKENIZER_FAILED = "tokenizer_failed"  # the tokenizer raised on this text
     TOO_LONG = "too_long"  # more tokens than the model's maximum, where truncation is off
     ENGINE_FAILED = "engine_failed"  # the forward pass raised on this document alone

@@ -50,7 +50,14 @@ def run_tokenizer(config: ProcessConfig, stop: threading.Event, ready: Callable[
     consumer.ensure_groups()
     progress = Progress()
     runs = RunCache(Registry(client, keys), url=url, give_up=stop.is_set)
-    stage = TokenizerStage(consumer, tokenizer, runs, config.broker, checkpoint.max_length)
+    stage = TokenizerStage(
+        consumer,
+        tokenizer,
+        runs,
+        config.broker,
+        max_length=checkpoint.max_length,
+        vocab_size=checkpoint.vocab_size,
+    )
     keeper = Keeper(connect(url, role="keeper"), consumer, config.role, progress)
     keeper.start()
     log.info("tokenizer ready: %s", tokenizer.backend)

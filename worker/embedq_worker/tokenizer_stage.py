@@ -19,7 +19,7 @@ from embedq_schemas.dead_letter import Stage as FailedStage
 from embedq_schemas.encoding import EncodingOptions, OnLong
 from embedq_schemas.errors import CodecError, DocumentErrorCode
 from embedq_schemas.ipc import METADATA_TYPE
-from embedq_schemas.job import Codec, decode_job, encode_job
+from embedq_schemas.job import Codec, decode_job, encode_job, holds_ids
 from embedq_schemas.names import Lane
 from embedq_schemas.run import RunSpec
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from embedq_worker.pack import plan_batches
 from embedq_worker.runs import RunCache
-from embedq_worker.tokenization import TextTokenizer
+from embedq_worker.tokenization import TextTokenizer, Tokenized
+from embedq_worker.tokenization.given import hash_ids, take_ids
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class _Group:
 
     encoding: EncodingOptions
     columns: tuple[str, ...]
-    documents: pa.RecordBatch  # id, ordinal, text, then `columns`
+    documents: pa.RecordBatch  # id, ordinal, text or input_ids, then `columns`
     shares: tuple[Share, ...]  # in the order of the documents
 
 
@@ -49,13 +50,21 @@ class TokenizerStage:
     """Turns windows of jobs into commits. Owns no connection and no loop, so a test may call it as a function."""
 
     def __init__(
-        self, consumer: Consumer, tokenizer: TextTokenizer, runs: RunCache, settings: BrokerSettings, max_length: int
+        self,
+        consumer: Consumer,
+        tokenizer: TextTokenizer,
+        runs: RunCache,
+        settings: BrokerSettings,
+        *,
+        max_length: int,
+        vocab_size: int,
     ) -> None:
         self._consumer = consumer
         self._tokenizer = tokenizer
         self._runs = runs
         self._settings = settings
         self._max_length = max_length
+        self._vocab_size = vocab_size
 
     def window(
         self, entries: Sequence[Entry], lane: Lane, max_batch_tokens: int, *, fatal: bool = False
@@ -136,12 +145,13 @@ class TokenizerStage:
             columns = (*spec.metadata, "text") if spec.keep_text else spec.metadata
             # Only results on streams may mix runs: a file belongs to one dataset.
             apart = run if spec.sink.kind == "parquet" else ""
-            tables.setdefault((spec.encoding, columns, apart), []).append((spec, documents))
+            kind = holds_ids(documents)
+            tables.setdefault((spec.encoding, columns, apart, kind), []).append((spec, documents))
         groups = []
         for members in tables.values():
             spec = members[0][0]
             columns = (*spec.metadata, "text") if spec.keep_text else spec.metadata
-            parts = [_select(documents, spec.metadata) for _, documents in members]
+            parts = [_select(documents, columns) for _, documents in members]
             shares = tuple(Share(member.run, documents.num_rows) for member, documents in members)
             joined = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
             groups.append(_Group(spec.encoding, columns, joined, shares))
@@ -168,15 +178,8 @@ class TokenizerStage:
     def _tokenize(self, commit: Commit, group: _Group, lane: Lane, max_batch_tokens: int) -> tuple[int, int]:
         encoding = group.encoding
         max_length = min(encoding.max_length or self._max_length, self._max_length)
-        texts = group.documents.column("text")
         fault_point("tokenize.encode", group.documents.column("id"))
-        tokenized = self._tokenizer.encode(
-            texts,
-            prompt=encoding.prompt,
-            max_length=max_length,
-            truncation_side=encoding.truncation_side.value,
-            on_special_tokens=encoding.on_special_tokens.value,
-        )
+        tokenized, sha256 = self._encode(group, max_length)
         runs = np.repeat([share.run for share in group.shares], [share.documents for share in group.shares])
         failed = self._refuse(
             commit, group, runs, tokenized.errors, tokenized.truncated, tokenized.n_tokens, max_length
@@ -188,7 +191,7 @@ class TokenizerStage:
             offsets=tokenized.offsets,
             n_tokens=tokenized.n_tokens,
             truncated=tokenized.truncated,
-            text_sha256=hash_texts(texts),
+            text_sha256=sha256,
             metadata=group.columns,
         )
         good = np.flatnonzero(~failed)
@@ -201,6 +204,27 @@ class TokenizerStage:
         for share in group.shares:
             commit.count(share.run, "ready", share.documents)
         return len(good), int(lengths[good].sum())
+
+    def _encode(self, group: _Group, max_length: int) -> tuple[Tokenized, pa.Array]:
+        encoding = group.encoding
+        if holds_ids(group.documents):
+            lists = group.documents.column("input_ids")
+            taken = take_ids(
+                lists,
+                vocab_size=self._vocab_size,
+                max_length=max_length,
+                truncation_side=encoding.truncation_side.value,
+            )
+            return taken, hash_ids(lists)
+        texts = group.documents.column("text")
+        tokenized = self._tokenizer.encode(
+            texts,
+            prompt=encoding.prompt,
+            max_length=max_length,
+            truncation_side=encoding.truncation_side.value,
+            on_special_tokens=encoding.on_special_tokens.value,
+        )
+        return tokenized, hash_texts(texts)
 
     def _add_batch(self, commit: Commit, batch: TokenBatch, runs: NDArray[np.str_], lane: Lane) -> None:
         if (runs == runs[0]).all():
@@ -224,9 +248,9 @@ class TokenizerStage:
     ) -> NDArray[np.bool_]:
         """Dead-letter the documents that have no token ids, or too many; returns bool [n], True for those."""
         failed = np.zeros(group.documents.num_rows, dtype=np.bool_)
-        reasons: dict[int, tuple[DocumentErrorCode, str]] = {
-            row: (DocumentErrorCode.TOKENIZER_FAILED, message) for row, message in errors.items()
-        }
+        given = holds_ids(group.documents)
+        code = DocumentErrorCode.INVALID_INPUT_IDS if given else DocumentErrorCode.TOKENIZER_FAILED
+        reasons: dict[int, tuple[DocumentErrorCode, str]] = {row: (code, message) for row, message in errors.items()}
         if group.encoding.on_long is OnLong.ERROR:
             for row in np.flatnonzero(truncated).tolist():
                 text = f"{n_tokens[row]} tokens, the maximum is {max_length}"
@@ -262,9 +286,9 @@ def _isolate(commit: Commit, entry: Entry, run: str, documents: pa.RecordBatch, 
     commit.count(run, "ready", 1)
 
 
-def _select(documents: pa.RecordBatch, metadata: Sequence[str]) -> pa.RecordBatch:
-    """`documents` with exactly the wanted metadata columns; nulls where a job lacks one."""
-    names = ["id", "ordinal", "text", *metadata]
+def _select(documents: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+    """`documents` with exactly the wanted `columns` behind its own; nulls where a job lacks one."""
+    names = list(dict.fromkeys([*documents.schema.names[:3], *columns]))
     have = set(documents.schema.names)
     arrays = [documents.column(name) if name in have else pa.nulls(documents.num_rows, METADATA_TYPE) for name in names]
     return pa.RecordBatch.from_arrays(arrays, names=names)

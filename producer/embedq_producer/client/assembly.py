@@ -54,7 +54,8 @@ class Assembly:
             vectors[rows] = batch.vectors
             n_tokens[rows] = batch.table.column("n_tokens").to_numpy()
             truncated[rows] = batch.table.column("truncated").to_numpy(zero_copy_only=False)
-        return RunResults(vectors, n_tokens, truncated, tuple(self._failures))
+        failures = sorted(self._failures, key=lambda failure: failure.index)
+        return RunResults(vectors, n_tokens, truncated, tuple(failures))
 
 
 def without_failures(results: RunResults) -> Embeddings:

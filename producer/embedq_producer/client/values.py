@@ -57,7 +57,7 @@ class Failure:
 class RunResults(Embeddings):
     """All results of a run in the order of its input, the failed documents' rows included."""
 
-    #: In the order of their arrival.
+    #: In the order of the input.
     failures: tuple[Failure, ...]
 
 

@@ -28,6 +28,7 @@ from embedq_worker.tokenizer_stage import TokenizerStage
 from qwen3_tokenizer import write_small_tokenizer
 
 MAX_LENGTH = 16
+VOCAB_SIZE = 700
 BUDGET = 24
 
 
@@ -48,7 +49,10 @@ class Line:
         self.consumer = self._consumer("tokenizer", Stage.TOKENIZE)
         self.embedder = self._consumer("embedder", Stage.EMBED)
         runs = RunCache(self.registry, url="redis://test", give_up=lambda: True)
-        self.stage = TokenizerStage(self.consumer, tokenizer, runs, BrokerSettings(max_deliveries=3), MAX_LENGTH)
+        settings = BrokerSettings(max_deliveries=3)
+        self.stage = TokenizerStage(
+            self.consumer, tokenizer, runs, settings, max_length=MAX_LENGTH, vocab_size=VOCAB_SIZE
+        )
         self.positions: Counter[str] = Counter()
 
     def _consumer(self, name: str, stage: Stage) -> Consumer:
@@ -60,7 +64,7 @@ class Line:
         spec = RunSpec(run=name, queue="q", sink=sink or StreamSink(), created_at=1.0, **more)
         return self.registry.create(spec)
 
-    def send(self, spec: RunSpec, texts: list[str], payload: bytes | None = None, **columns: list[str]) -> None:
+    def send(self, spec: RunSpec, texts: list[str], payload: bytes | None = None, **columns: list[Any]) -> None:
         at = self.positions[spec.run]
         ordinals = list(range(at * 100, at * 100 + len(texts)))
         table = {"id": [f"{spec.run}-{o}" for o in ordinals], "ordinal": ordinals, "text": texts, **columns}
@@ -84,7 +88,7 @@ class Line:
 
     def batches(self) -> list[tuple[Entry, TokenBatch]]:
         entries = self.embedder.read(self.client, [Lane.BULK], count=1000, block_ms=None)
-        decoded = [(e, TokenBatch.decode(e.payload, vocab_size=700, max_length=MAX_LENGTH)) for e in entries]
+        decoded = [(e, TokenBatch.decode(e.payload, vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH)) for e in entries]
         assert all(batch.num_documents == entry.documents for entry, batch in decoded)
         return decoded
 

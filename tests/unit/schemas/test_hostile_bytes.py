@@ -15,7 +15,7 @@ import pytest
 from embedq_schemas import ipc
 from embedq_schemas.dead_letter import DeadLetter
 from embedq_schemas.errors import CodecError, UnsupportedVersionError
-from embedq_schemas.job import Codec, decode_job, encode_job
+from embedq_schemas.job import INPUT_IDS_TYPE, Codec, decode_job, encode_job
 from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.names import MAX_METADATA_COLUMNS
 from embedq_schemas.run import RunSpec
@@ -27,6 +27,14 @@ STAMPED = {b"embedq.kind": b"job", b"embedq.version": b"1"}
 
 DOCUMENTS = pa.RecordBatch.from_pydict(
     {"id": ["a", "bé", "c"], "ordinal": [0, 1, 2], "text": ["hello", "w", "x" * 50], "lang": ["de", None, "fr"]}
+)
+IDS = pa.RecordBatch.from_pydict(
+    {
+        "id": ["a", "b", "c"],
+        "ordinal": [0, 1, 2],
+        "input_ids": pa.array([[1, 2, 3], [], [2**32 - 1]], INPUT_IDS_TYPE),
+        "lang": ["de", None, "fr"],
+    }
 )
 TOKENS = make_token_batch(
     DOCUMENTS,
@@ -54,6 +62,7 @@ def read_vectors(payload: bytes) -> pa.RecordBatch:
 
 FORMATS: dict[str, tuple[bytes, Callable[[bytes], pa.RecordBatch]]] = {
     "job": (bytes(encode_job(DOCUMENTS)), read_job),
+    "job of token ids": (bytes(encode_job(IDS)), read_job),
     "token batch": (bytes(TOKENS.encode()), read_tokens),
     "vector batch": (bytes(VECTORS.encode()), read_vectors),
 }
