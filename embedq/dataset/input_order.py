@@ -2,14 +2,14 @@
 
 A merge over files: the manifest says which ordinals each file holds, so a file is read when the first of its rows is
 due and dropped after its last. Files follow the input roughly, so few are open at a time; where that fails, sorted
-files beyond the memory budget go to a temporary directory and are read from there through memory maps.
+files beyond the memory budget go to a temporary directory and are read from there through memory maps. A large file
+that ascends already is read as it goes.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,30 +20,68 @@ from numpy.typing import NDArray
 
 from embedq.dataset.reader import DatasetReader
 
-MEMORY_BYTES = 512 << 20
+MEMORY_BYTES = 256 << 20
 """Sorted files held in memory at once; more are mapped from the temporary directory."""
 
 
-@dataclass
 class _Sorted:
-    """One file's rows by ordinal, as far as they are not given out."""
+    """One file's rows by ordinal, as far as they are not given out: in memory, or in a file that is mapped."""
 
-    number: int  # position in the manifest: of two rows of one ordinal the later file's is newer
-    table: pa.Table
-    ordinals: NDArray[np.int64]
-    spill: Path | None
-    start: int = 0
+    def __init__(self, number: int, table: pa.Table, spill: Path | None) -> None:
+        #: Position in the manifest: of two rows of one document the later file's is newer.
+        self.number = number
+        self.held_bytes = 0 if spill else int(table.nbytes)
+        self._table = table
+        self._ordinals: NDArray[np.int64] = table.column("ordinal").to_numpy()
+        self._spill = spill
+        self._start = 0
 
     @property
-    def held_bytes(self) -> int:
-        return 0 if self.spill else int(self.table.nbytes)
+    def done(self) -> bool:
+        return self._start == len(self._ordinals)
 
     def take_until(self, last: int) -> pa.Table:
         """Rows up to the ordinal `last`, included."""
-        end = int(np.searchsorted(self.ordinals, last, side="right"))
-        part = self.table.slice(self.start, end - self.start)
-        self.start = end
+        end = int(np.searchsorted(self._ordinals, last, side="right"))
+        part = self._table.slice(self._start, end - self._start)
+        self._start = end
         return part
+
+    def close(self) -> None:
+        if self._spill is not None:
+            self._spill.unlink()
+
+
+class _Streamed:
+    """A file whose rows ascend already, as after a compaction: read batch by batch."""
+
+    held_bytes = 96 << 20
+    """Of its row group, read and decoded."""
+
+    def __init__(self, number: int, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> None:
+        self.number = number
+        self._batches = batches
+        self._schema = schema
+        self._rest: pa.RecordBatch | None = next(batches, None)
+
+    @property
+    def done(self) -> bool:
+        return self._rest is None
+
+    def take_until(self, last: int) -> pa.Table:
+        """Rows up to the ordinal `last`, included."""
+        parts = []
+        while self._rest is not None:
+            end = int(np.searchsorted(self._rest.column("ordinal").to_numpy(), last, side="right"))
+            parts.append(self._rest.slice(0, end))
+            if end < self._rest.num_rows:
+                self._rest = self._rest.slice(end)
+                break
+            self._rest = next(self._batches, None)
+        return pa.Table.from_batches(parts, self._schema)
+
+    def close(self) -> None:
+        pass
 
 
 def in_input_order(
@@ -59,23 +97,22 @@ def in_input_order(
     """
     due = sorted(enumerate(reader.files), key=lambda item: item[1].ordinals[0])
     ranks = Ranks(reader.files)
-    active: list[_Sorted] = []
+    active: list[_Sorted | _Streamed] = []
     with tempfile.TemporaryDirectory(prefix="embedq-order-") as folder:
         for first in range(0, ranks.total, batch_rows):
             last = ranks.ordinal(min(first + batch_rows, ranks.total) - 1)
             while due and due[0][1].ordinals[0] <= last:
                 number, file = due.pop(0)
                 budget = memory_bytes - sum(other.held_bytes for other in active)
-                active.append(_load(reader, number, file, schema, budget, Path(folder)))
+                active.append(_begin(reader, number, file, schema, budget, Path(folder)))
             active.sort(key=lambda one: one.number)
             merged = _merge([one.take_until(last) for one in active])
             # In one chunk, and no longer than asked for although ordinals repeat.
             table = merged.select(schema.names).cast(schema).combine_chunks()
             yield from table.to_batches(max_chunksize=batch_rows)
-            for done in [one for one in active if one.start == len(one.ordinals)]:
+            for done in [one for one in active if one.done]:
                 active.remove(done)
-                if done.spill is not None:
-                    done.spill.unlink()
+                done.close()
 
 
 class Ranks:
@@ -101,42 +138,46 @@ class Ranks:
 _NONE = np.empty((0, 2), dtype=np.int64)
 
 
-def _load(
+def _begin(
     reader: DatasetReader, number: int, file: PublishedFile, schema: pa.Schema, budget: int, folder: Path
-) -> _Sorted:
-    path = reader.locate(file)
+) -> _Sorted | _Streamed:
     keys = [reader.schema.field(name) for name in ("id", "ordinal") if name not in schema.names]
     wanted = pa.schema([*schema, *keys])
     # Offsets of 64 bits: the texts of one file may have more than 2 GB.
     large = pa.schema([_widened(field) for field in wanted])
-    batches = [batch.cast(large) for batch in reader.file_batches(file, wanted, reader.batch_rows)]
+    batches = (batch.cast(large) for batch in reader.file_batches(file, wanted, reader.batch_rows))
+    ordinals = _ordinals(reader, file)
+    ascending = not np.any(ordinals[1:] < ordinals[:-1])
+    if ascending and _Streamed.held_bytes < min(budget, file.size_bytes):
+        return _Streamed(number, batches, large)
     table = pa.Table.from_batches(batches, large).combine_chunks()
-    ordinals = table.column("ordinal").to_numpy()
-    _check(path, file, ordinals)
-    if np.any(ordinals[1:] < ordinals[:-1]):
-        order = np.argsort(ordinals, kind="stable")
-        table, ordinals = table.take(order), ordinals[order]
-    spill = None
-    if table.nbytes > budget:
-        spill = folder / file.token
-        with pa.OSFile(str(spill), "wb") as sink, pa.ipc.new_file(sink, large) as writer:
-            writer.write_table(table)
-        table = pa.ipc.open_file(pa.memory_map(str(spill))).read_all()
-        ordinals = table.column("ordinal").to_numpy()
-    return _Sorted(number, table, ordinals, spill)
+    if not ascending:
+        table = table.take(np.argsort(ordinals, kind="stable"))
+    if table.nbytes <= budget:
+        return _Sorted(number, table, None)
+    spill = folder / file.token
+    with pa.OSFile(str(spill), "wb") as sink, pa.ipc.new_file(sink, large) as writer:
+        writer.write_table(table)
+    return _Sorted(number, pa.ipc.open_file(pa.memory_map(str(spill))).read_all(), spill)
 
 
 def _widened(field: pa.Field) -> pa.Field:
     return field.with_type(pa.large_string()) if field.type == pa.string() else field
 
 
-def _check(path: Path, file: PublishedFile, ordinals: NDArray[np.int64]) -> None:
+def _ordinals(reader: DatasetReader, file: PublishedFile) -> NDArray[np.int64]:
+    """The file's ordinals, which must be those that the manifest promises: the merge relies on it."""
+    schema = reader.select(["ordinal"])
+    parts = [batch.column("ordinal").to_numpy() for batch in reader.file_batches(file, schema, 1 << 20)]
+    ordinals: NDArray[np.int64] = np.concatenate(parts)
     promised = sum(b - a + 1 for a, b in zip(file.ordinals[::2], file.ordinals[1::2], strict=True))
     found = np.unique(ordinals)
+    path = reader.path / file.name
     if len(ordinals) != file.rows or len(found) != promised:
         raise OutputError(f"{path} holds {len(ordinals)} rows, its manifest says {file.rows}")
     if (found[0], found[-1]) != (file.ordinals[0], file.ordinals[-1]):
         raise OutputError(f"{path} holds ordinals {found[0]} to {found[-1]}, its manifest says others")
+    return ordinals
 
 
 def _merge(parts: list[pa.Table]) -> pa.Table:

@@ -83,7 +83,7 @@ class CompactOptions(Options):
     """Options of `embedq compact`."""
 
     compact_file_bytes: int = Field(
-        512 << 20, ge=1 << 16, le=1 << 30, description="Bytes of vectors per file; files below half of it are merged."
+        256 << 20, ge=1 << 16, le=1 << 30, description="Bytes of vectors per file; files below half of it are merged."
     )
     superseded_grace_s: float = Field(
         3600.0,

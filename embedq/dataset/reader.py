@@ -165,8 +165,10 @@ class DatasetReader:
         """The rows of one file, columns as in `schema`; raises OutputError as `batches` does."""
         with self.opened(file) as opened:
             _check_columns(self.path / file.name, opened.schema_arrow, schema)
-            for batch in opened.iter_batches(batch_size=batch_rows, columns=schema.names):
-                yield batch.select(schema.names)
+            # Over several row groups Arrow keeps what it has read until the last.
+            for group in range(opened.num_row_groups):
+                for batch in opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=schema.names):
+                    yield batch.select(schema.names)
 
     def select(self, columns: Sequence[str] | None) -> pa.Schema:
         """The schema of `columns`, in the dataset's order; raises UsageError where there is no such column."""
