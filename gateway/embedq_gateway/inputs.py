@@ -16,6 +16,7 @@ from embedq_gateway.watch import ServedModel
 T = TypeVar("T")
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_OPENING = re.compile(rb"\s*(\[?)\s*([^\s]?)")
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*)`")
 _MISSING = re.compile(r"missing required field `(.*)`")
@@ -104,8 +105,8 @@ def tei_request(body: bytes | memoryview) -> TeiRequest:
 
 def parse_inputs(raw: msgspec.Raw, limits: Limits, *, param: str = "input") -> Inputs:
     """A string, a list of strings, a list of token ids, or a list of such lists; raises ApiError 400 or 413."""
-    start = bytes(memoryview(raw)[:256]).split()
-    opening = b"".join(start)[:2]
+    found = _OPENING.match(memoryview(raw))
+    opening = b"".join(map(bytes, found.groups())) if found else b""
     if opening[:1] == b'"':
         inputs = Inputs([_value(_text, raw, param)], None)
     elif opening == b'["':
