@@ -232,7 +232,7 @@ def parse_line(raw: bytes) -> tuple[str, EmbeddingsRequest, Inputs]:
 def _cut(documents: list[Any], start: int) -> Iterator[pa.RecordBatch]:
     """Jobs of documents whose first one has ordinal `start`; texts and token ids do not share a job."""
     ids = [str(start + index) for index in range(len(documents))]
-    for job in jobs(documents, ids=ids):
+    for job, _ in jobs(documents, ids=ids):
         ordinals = pa.array(job.column("ordinal").to_numpy() + start)
         yield job.set_column(1, "ordinal", ordinals)
 

@@ -73,7 +73,9 @@ def test_lines_with_different_options_each_get_what_they_asked_for(stack: Stack)
         line("small", model, "one text", dimensions=4),
         line("whole", model, ["one text", "another"]),
         line("small again", model, "another", dimensions=4),
+        line("ids", model, [[1, 2, 3], [4]]),
         line("cut", model, "long " * 200, truncate=True),
+        line("bad ids", model, [[1, 2], [1 << 30]]),
         line("too long", model, ["fine", "long " * 200]),
         line("too wide", model, "one text", dimensions=64),
         line("odd", model, "one text", temperature=1),
@@ -81,8 +83,9 @@ def test_lines_with_different_options_each_get_what_they_asked_for(stack: Stack)
     ]
     done, failed = outcomes(stack, ended(stack, create(stack, lines)))
     widths = {name: [len(d["embedding"]) for d in each["response"]["body"]["data"]] for name, each in done.items()}
-    assert widths == {"small": [4], "whole": [32, 32], "small again": [4], "cut": [32]}
+    assert widths == {"small": [4], "whole": [32, 32], "small again": [4], "ids": [32, 32], "cut": [32]}
     assert done["cut"]["response"]["body"]["usage"]["prompt_tokens"] == 64
+    assert done["ids"]["response"]["body"]["usage"]["prompt_tokens"] == 4
     direct = stack.embed(["one text", "another"])
     for index in range(2):
         vector = done["whole"]["response"]["body"]["data"][index]["embedding"]
@@ -90,6 +93,7 @@ def test_lines_with_different_options_each_get_what_they_asked_for(stack: Stack)
     refusals = {name: each["response"]["body"]["error"] for name, each in failed.items()}
     assert {name: (error["code"], error["param"]) for name, error in refusals.items()} == {
         "too long": ("too_long", "input[1]"),
+        "bad ids": ("invalid_input_ids", "input[1]"),
         "too wide": ("invalid_dimensions", "dimensions"),
         "odd": ("unknown_field", "temperature"),
         "empty": ("empty_input", "input"),
