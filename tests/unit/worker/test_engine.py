@@ -154,7 +154,7 @@ def test_a_device_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:
         load(checkpoint, device="cuda:0")
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "flashinfer", "torch", "amx"])
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer", "torch", "cpu"])
 def test_a_backend_that_does_not_work_here_is_refused_with_its_reason(checkpoint: Checkpoint, name: str) -> None:
     with pytest.raises(ModelError, match=f"attention {name} does not work on cpu"):
         load(checkpoint, attention=name)

@@ -11,7 +11,7 @@ from embedq_worker.engine.attention import SdpaAttention
 from embedq_worker.engine.base import PackedBatch
 from embedq_worker.engine.cpu import build
 from embedq_worker.engine.cpu.kernels import CpuKernels, cpu_kernels
-from embedq_worker.engine.cpu.ops import AmxAttention
+from embedq_worker.engine.cpu.ops import CpuAttention
 from embedq_worker.engine.plan import plan_batch
 from torch import Tensor
 
@@ -40,14 +40,14 @@ def test_attention_equals_float32_attention(
     plan = plan_batch(PackedBatch.of([[0] * length for length in EDGES]), torch.device("cpu"))
     packed = random(plan.total_tokens, heads + 2 * kv_heads, dim)
     q, k, v = packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
-    reference, amx = SdpaAttention(), AmxAttention(kernels)
+    reference, kernel = SdpaAttention(), CpuAttention(kernels)
     reference.prepare(plan)
-    amx.prepare(plan)
+    kernel.prepare(plan)
     wanted = reference(q.float(), k.float(), v.float(), causal=causal, window=window)
-    found = amx(q, k, v, causal=causal, window=window)
+    found = kernel(q, k, v, causal=causal, window=window)
     assert (found.float() - wanted).abs().max().item() < 0.02
     wanted = reference.last(q.float()[plan.last], k.float(), v.float(), window=window)
-    found = amx.last(q[plan.last], k, v, window=window)
+    found = kernel.last(q[plan.last], k, v, window=window)
     assert (found.float() - wanted).abs().max().item() < 0.02
 
 
@@ -55,22 +55,22 @@ def test_long_texts_beside_short_ones_take_the_other_path(kernels: CpuKernels) -
     plan = plan_batch(PackedBatch.of([[0] * 20, [0] * 1500, [0] * 40]), torch.device("cpu"))
     packed = random(plan.total_tokens, 8, 32)
     q, k, v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
-    reference, amx = SdpaAttention(), AmxAttention(kernels)
+    reference, kernel = SdpaAttention(), CpuAttention(kernels)
     reference.prepare(plan)
-    amx.prepare(plan)
+    kernel.prepare(plan)
     wanted = reference(q.float(), k.float(), v.float(), causal=True)
-    assert (amx(q, k, v, causal=True).float() - wanted).abs().max().item() < 0.02
+    assert (kernel(q, k, v, causal=True).float() - wanted).abs().max().item() < 0.02
 
 
 def test_large_scores_neither_overflow_nor_vanish(kernels: CpuKernels) -> None:
     plan = plan_batch(PackedBatch.of([[0] * 100]), torch.device("cpu"))
     packed = random(100, 6, 32) * 40
     q, k, v = packed[:, :2], packed[:, 2:4], packed[:, 4:]
-    reference, amx = SdpaAttention(), AmxAttention(kernels)
+    reference, kernel = SdpaAttention(), CpuAttention(kernels)
     reference.prepare(plan)
-    amx.prepare(plan)
+    kernel.prepare(plan)
     wanted = reference(q.float(), k.float(), v.float(), causal=True)
-    found = amx(q, k, v, causal=True).float()
+    found = kernel(q, k, v, causal=True).float()
     assert torch.isfinite(found).all()
     assert ((found - wanted).abs() <= 0.02 * wanted.abs() + 0.5).all()
 
@@ -112,7 +112,7 @@ def test_without_a_compiler_the_reason_is_given_and_nothing_breaks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if build._missing_instructions():
-        pytest.skip("this CPU has no AMX, so no compiler is looked for")
+        pytest.skip("this CPU has no AVX512_BF16, so no compiler is looked for")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -123,7 +123,7 @@ def test_without_a_compiler_the_reason_is_given_and_nothing_breaks(
 
 def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if build._missing_instructions():
-        pytest.skip("this CPU has no AMX, so no compiler is looked for")
+        pytest.skip("this CPU has no AVX512_BF16, so no compiler is looked for")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     broken = build.load_kernels.__wrapped__()

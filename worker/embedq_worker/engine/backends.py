@@ -10,7 +10,7 @@ from embedq_schemas.errors import ModelError
 from embedq_worker.checkpoint import DecoderConfig
 from embedq_worker.engine.attention import HeadShape, choose_attention
 from embedq_worker.engine.cpu.kernels import CpuKernels, cpu_kernels
-from embedq_worker.engine.cpu.ops import AmxAttention, CpuOps
+from embedq_worker.engine.cpu.ops import CpuAttention, CpuOps
 from embedq_worker.engine.decoder import Backends
 from embedq_worker.engine.group import Group
 from embedq_worker.engine.linear import can_pack
@@ -53,10 +53,10 @@ def choose_backends(
     ):
         ops, passed = fused_ops(device, dtype)
         notes += passed
-    if settings.attention == "amx" and kernels is None:
-        raise ModelError(f"attention amx does not work on {device}: {'; '.join(notes) or 'it is for bfloat16 on CPUs'}")
-    if kernels is not None and settings.attention in ("auto", "amx"):
-        return Chosen(Backends(AmxAttention(kernels), ops, group, packed_rows), notes)
+    if settings.attention == "cpu" and kernels is None:
+        raise ModelError(f"attention cpu does not work on {device}: {'; '.join(notes) or 'it is for bfloat16 on CPUs'}")
+    if kernels is not None and settings.attention in ("auto", "cpu"):
+        return Chosen(Backends(CpuAttention(kernels), ops, group, packed_rows), notes)
     share = share_of(config, group.rank, group.size)
     shape = HeadShape(share.heads, share.kv_heads, config.head_dim, causal, config.windows)
     attention, others = choose_attention(settings.attention, shape, device, dtype)

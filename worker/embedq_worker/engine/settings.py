@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 EngineKind = Literal["auto", "native", "transformers", "null"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-AttentionKind = Literal["auto", "flash_attn", "flashinfer", "torch", "sdpa", "amx"]
+AttentionKind = Literal["auto", "flash_attn", "flashinfer", "torch", "sdpa", "cpu"]
 
 
 class EngineSettings(BaseModel):

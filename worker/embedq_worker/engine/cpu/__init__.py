@@ -1,1 +1,1 @@
-"""Compiled bfloat16 kernels for CPUs with AVX-512 and AMX."""
+"""Compiled bfloat16 kernels for CPUs with AVX512_BF16, and AMX where it exists."""

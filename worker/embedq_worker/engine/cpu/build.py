@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_ISA = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16", "fma")
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    *(f"-m{isa.replace('512_', '512').replace('_', '-')}" for isa in _ISA),
-)
+_NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")
+_AMX = ("amx_tile", "amx_bf16")
 
 
 @dataclass(frozen=True)
@@ -30,36 +24,50 @@ class Kernels:
 
     library: ctypes.CDLL | None
     reason: str
+    amx: bool = False
 
 
 @functools.cache
 def load_kernels() -> Kernels:
     """Compile (once, into the user's cache) and load. Never raises: a reason is given instead."""
-    missing = _missing_instructions()
-    if missing:
+    if missing := _missing_instructions():
         return Kernels(None, missing)
-    try:
-        library = ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        return Kernels(None, f"the CPU kernels did not compile: {str(error).strip()[-300:]}")
-    if not library.embedq_enable_amx():
-        return Kernels(None, "the operating system does not let this process use AMX")
-    return Kernels(library, "compiled for AVX-512 and AMX bfloat16")
+    amx = _flags().issuperset(_AMX)
+    kernels = _load(_NEEDED + _AMX if amx else _NEEDED)
+    if amx and kernels.library is None:
+        # A kernel or a compiler that does not know AMX may well know the rest.
+        kernels = _load(_NEEDED)
+    return kernels
 
 
 def _missing_instructions() -> str | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"the CPU kernels are for Linux on x86-64; this is {platform.system()} on {platform.machine()}"
-    flags = set(Path("/proc/cpuinfo").read_text("ascii", errors="ignore").split())
-    missing = [isa for isa in _ISA if isa not in flags]
+    missing = [isa for isa in _NEEDED if isa not in _flags()]
     return f"this CPU has no {', '.join(missing)}" if missing else None
 
 
-def _built() -> Path:
+def _flags() -> set[str]:
+    return set(Path("/proc/cpuinfo").read_text("ascii", errors="ignore").split())
+
+
+def _load(isa: tuple[str, ...]) -> Kernels:
+    try:
+        library = ctypes.CDLL(str(_built(isa)))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        return Kernels(None, f"the CPU kernels did not compile: {str(error).strip()[-300:]}")
+    if not library.embedq_enable():
+        return Kernels(None, "the operating system does not let this process use AMX")
+    amx = "amx_bf16" in isa
+    return Kernels(library, f"compiled for {'AMX' if amx else 'AVX-512'} bfloat16", amx)
+
+
+def _built(isa: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++ or clang++) on PATH")
-    command = [compiler, *_FLAGS]
+    switches = (f"-m{name.replace('512_', '512').replace('_', '-')}" for name in isa)
+    command = [compiler, "-std=c++17", "-O3", "-fPIC", "-shared", *switches]
     key = hashlib.sha256("\0".join([_SOURCE.read_text("utf-8"), *command]).encode()).hexdigest()[:20]
     target = _cache() / f"kernels-{key}.so"
     if not target.exists():

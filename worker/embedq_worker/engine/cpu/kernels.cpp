@@ -1,4 +1,5 @@
-// bfloat16 kernels for CPUs with AVX-512, AVX512_BF16 and AMX: the parts of a decoder layer between the matrix products.
+// bfloat16 kernels for CPUs with AVX-512 and AVX512_BF16, and AMX where it exists: the parts of a decoder layer between
+// the matrix products.
 //
 // A text of a hundred tokens is too small for general kernels: their set-up costs more than the arithmetic. Here one call
 // serves a whole packed batch. Every pointer is to bfloat16 unless its type says otherwise; strides count elements.
@@ -129,6 +130,7 @@ constexpr float kMasked = -1e30f;
 constexpr int kKeys = 64;  // keys a block: two tiles of 32 for P V, four of 16 for Q K^T
 constexpr int kMaxDim = 256;
 
+#ifdef __AMX_BF16__
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -137,6 +139,7 @@ struct alignas(64) TileConfig {
     for (int i = 0; i < 8; ++i) bytes[i] = 64, rows[i] = 16;
   }
 };
+#endif
 
 // Transpose a 16 x 16 block of 32-bit values: in[r] is row r.
 inline void transpose16(__m512i (&r)[16]) {
@@ -233,6 +236,7 @@ void pack_values(const bf16* v, long stride, int count, int dim, bf16* out) {
   }
 }
 
+#ifdef __AMX_BF16__
 // GCC's tile intrinsics do not tell the compiler that they read memory: without this it may move stores past them.
 inline void memory_barrier() { asm volatile("" ::: "memory"); }
 
@@ -295,6 +299,59 @@ inline void weigh(const bf16* p, const bf16* v, int dim, float* o, int key_tiles
   }
   memory_barrier();
 }
+#else
+// s[16][16 columns] = q[16][dim] k^T, for the first `columns` tiles of 16 keys. Four rows at a time: each pair of a row's
+// values is multiplied with 16 keys at once, and every loaded key serves four rows.
+template <int columns>
+inline void scores(const bf16* q, const bf16* k, int dim, float* s) {
+  const int pairs = dim / 2;
+  for (int r = 0; r < 16; r += 4) {
+    const int32_t* rows[4];
+    for (int i = 0; i < 4; ++i) rows[i] = reinterpret_cast<const int32_t*>(q + (r + i) * dim);
+    __m512 sum[4][columns];
+    for (auto& row : sum)
+      for (auto& value : row) value = _mm512_setzero_ps();
+    for (int pair = 0; pair < pairs; ++pair) {
+      __m512bh keys[columns];
+      for (int c = 0; c < columns; ++c) keys[c] = (__m512bh)_mm512_load_si512(k + c * 16 * dim + pair * 32);
+      for (int i = 0; i < 4; ++i) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(rows[i][pair]);
+        for (int c = 0; c < columns; ++c) sum[i][c] = _mm512_dpbf16_ps(sum[i][c], keys[c], both);
+      }
+    }
+    for (int i = 0; i < 4; ++i)
+      for (int c = 0; c < columns; ++c) _mm512_store_ps(s + (r + i) * kKeys + c * 16, sum[i][c]);
+  }
+}
+
+// o[16][dim] += p[16][32 key_tiles] v; o is taken as zero where `first`.
+inline void weigh(const bf16* p, const bf16* v, int dim, float* o, int key_tiles, bool first) {
+  const int columns = dim / 16;
+  for (int r = 0; r < 16; r += 4) {
+    for (int c = 0; c < columns; c += 2) {
+      __m512 sum[4][2];
+      for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j)
+          sum[i][j] = first ? _mm512_setzero_ps() : _mm512_load_ps(o + (r + i) * dim + (c + j) * 16);
+      for (int t = 0; t < key_tiles; ++t) {
+        const bf16* block = v + (t * columns + c) * 512;
+        for (int pair = 0; pair < 16; ++pair) {
+          const __m512bh left = (__m512bh)_mm512_load_si512(block + pair * 32);
+          const __m512bh right = (__m512bh)_mm512_load_si512(block + 512 + pair * 32);
+          for (int i = 0; i < 4; ++i) {
+            const int32_t* row = reinterpret_cast<const int32_t*>(p + (r + i) * kKeys + t * 32);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(row[pair]);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, both);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], right, both);
+          }
+        }
+      }
+      for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) _mm512_store_ps(o + (r + i) * dim + (c + j) * 16, sum[i][j]);
+    }
+  }
+}
+#endif
 
 struct Problem {
   const bf16 *q, *k, *v;
@@ -417,10 +474,14 @@ inline float sum_squares(const bf16* x, int n) {
 
 extern "C" {
 
-// Ask the kernel for AMX tile state. 1 where it may be used by this process.
-int embedq_enable_amx() {
+// Ask the kernel for AMX tile state. 1 where this process may use it, or where it was compiled without.
+int embedq_enable() {
+#ifdef __AMX_BF16__
   constexpr int kRequest = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return 1;
+#endif
 }
 
 void* embedq_pool_create(int threads) { return new Pool(threads); }
@@ -456,15 +517,19 @@ void embedq_attention(void* pool, const bf16* q, long q_stride, const bf16* k, c
   const long parts = kv_heads / heads_each, group = heads / kv_heads;
   workers.run(long(tasks.size()) * parts, [&](long index) {
     thread_local Scratch scratch;
+#ifdef __AMX_BF16__
     const TileConfig config;
     _tile_loadconfig(&config);
+#endif
     const Task task = tasks[index / parts];
     const long start = cu_seqlens[task.text], q_row = last_only ? task.text : start + task.first;
     const int length = cu_seqlens[task.text + 1] - cu_seqlens[task.text];
     scratch.reserve((group * task.count + 15) / 16 * 16, dim);
     for (long head = index % parts * heads_each, end = head + heads_each; head < end; ++head)
       attend(problem, scratch, q_row, start, length, task.first, task.count, int(head));
+#ifdef __AMX_BF16__
     _tile_release();
+#endif
   });
 }
 

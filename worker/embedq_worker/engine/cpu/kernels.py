@@ -33,7 +33,8 @@ _SIGNATURES: dict[str, list[Any]] = {
 class CpuKernels:
     """bfloat16, contiguous last axis. Owns `threads - 1` helper threads; one caller at a time."""
 
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, library: ctypes.CDLL, threads: int, *, amx: bool) -> None:
+        self.amx = amx
         library.embedq_pool_create.argtypes, library.embedq_pool_create.restype = [c_int], c_void_p
         library.embedq_pool_destroy.argtypes, library.embedq_pool_destroy.restype = [c_void_p], None
         for name, arguments in _SIGNATURES.items():
@@ -116,4 +117,6 @@ def cpu_kernels(
     if hidden_size % 32 or intermediate_size % 16 or head_dim % 32 or head_dim > 256:
         return None, "the CPU kernels serve sizes in multiples of 32 and heads of at most 256 values"
     kernels = load_kernels()
-    return (CpuKernels(kernels.library, threads) if kernels.library is not None else None), kernels.reason
+    if kernels.library is None:
+        return None, kernels.reason
+    return CpuKernels(kernels.library, threads, amx=kernels.amx), kernels.reason

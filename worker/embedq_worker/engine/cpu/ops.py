@@ -9,8 +9,9 @@ from embedq_worker.engine.attention.sdpa import attend_spans
 from embedq_worker.engine.cpu.kernels import CpuKernels
 from embedq_worker.engine.plan import BatchPlan
 
-#: Tokens from which scaled_dot_product_attention is faster (measured: 2x slower at 100, even near 1,500).
-_LONGEST = 1024
+#: Tokens from which scaled_dot_product_attention is faster on AMX (measured: 2x slower at 100, even near 1,500).
+#: Without AMX it is slower at every length (20x at 100, 2x at 4,096).
+_LONGEST_ON_AMX = 1024
 
 
 class CpuOps:
@@ -34,24 +35,25 @@ class CpuOps:
         return self._kernels.silu_mul(gate_up)
 
 
-class AmxAttention:
-    """One call for a packed batch, products on AMX tiles; long texts go to sdpa, which blocks them better."""
+class CpuAttention:
+    """One call for a packed batch, compiled for this CPU; long texts go to sdpa, which blocks them better."""
 
-    name = "amx"
+    name = "cpu"
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
+        self._longest = _LONGEST_ON_AMX if kernels.amx else 1 << 30
         self._cu_seqlens = torch.zeros(1, dtype=torch.int32)
         self._long: tuple[tuple[int, int], ...] = ()
 
     def prepare(self, plan: BatchPlan) -> None:
         self._cu_seqlens = plan.cu_seqlens
         spans = zip(plan.offsets, plan.offsets[1:], strict=False)
-        self._long = tuple((start, stop) for start, stop in spans if stop - start > _LONGEST)
+        self._long = tuple((start, stop) for start, stop in spans if stop - start > self._longest)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
         out = self._kernels.attention(
-            q, k, v, self._cu_seqlens, causal=causal, window=window, last=False, longest=_LONGEST
+            q, k, v, self._cu_seqlens, causal=causal, window=window, last=False, longest=self._longest
         )
         attend_spans(q, k, v, out, self._long, causal=causal, window=window)
         return out
