@@ -9,12 +9,13 @@ import yaml
 
 from embedq.cli import app
 from embedq.options import ENV_PREFIX, Options, ProduceOptions, WorkerOptions
+from embedq.serve import ServeOptions
 
 COMPOSE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = {
     name: service for name, service in COMPOSE["services"].items() if service["command"][0] == "embedq"
 }
-OPTIONS: dict[str, type[Options]] = {"worker": WorkerOptions, "produce": ProduceOptions}
+OPTIONS: dict[str, type[Options]] = {"worker": WorkerOptions, "serve": ServeOptions, "produce": ProduceOptions}
 
 
 def with_defaults(value: str) -> str:
@@ -35,8 +36,8 @@ def parse(service: str) -> tuple[str, dict[str, Any]]:
     return name, group.commands[name].make_context(name, words).params
 
 
-def test_the_compose_file_runs_embedq_three_times() -> None:
-    assert set(SERVICES) == {"tokenizer", "embedder", "producer"}
+def test_the_compose_file_runs_embedq_four_times() -> None:
+    assert set(SERVICES) == {"tokenizer", "embedder", "gateway", "producer"}
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -18,8 +18,8 @@ DOCKERFILES = sorted((ROOT / "docker").iterdir())
 
 
 def test_the_services_of_a_whole_pipeline_are_there() -> None:
-    assert set(SERVICES) == {"redis", "tokenizer", "embedder", "producer"}
-    assert OURS == ["embedder", "producer", "tokenizer"]
+    assert set(SERVICES) == {"redis", "tokenizer", "embedder", "gateway", "producer"}
+    assert OURS == ["embedder", "gateway", "producer", "tokenizer"]
     assert SERVICES["producer"]["profiles"] == ["producer"]
 
 
@@ -39,6 +39,13 @@ def test_each_service_builds_from_a_dockerfile_that_exists_and_waits_for_redis(n
     service = SERVICES[name]
     assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
+
+
+def test_the_gateway_is_reached_from_this_machine_alone_and_says_whether_it_lives() -> None:
+    gateway = SERVICES["gateway"]
+    assert all(port.startswith("127.0.0.1:") for port in gateway["ports"])
+    assert "/health" in gateway["healthcheck"]["test"][-1]
+    assert "EMBEDQ_API_KEYS" in gateway["environment"]
 
 
 def test_only_the_embedder_asks_for_a_gpu() -> None:
@@ -75,7 +82,8 @@ def test_the_constraints_pin_each_direct_dependency_once() -> None:
     assert len(pins) == len(lines)
     assert pins["torch"] == "2.13.0"
     extras = PROJECT["project"]["optional-dependencies"]
-    requirements = [Requirement(text) for text in PROJECT["project"]["dependencies"] + extras["worker"] + extras["dev"]]
+    texts = [*PROJECT["project"]["dependencies"], *extras["worker"], *extras["gateway"], *extras["dev"]]
+    requirements = [Requirement(text) for text in texts]
     for requirement in requirements:
         if requirement.name != "embedq":
             pin = pins.get(requirement.name.lower())
