@@ -10,11 +10,12 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from embedq_broker.keys import check_queue_name
+from embedq_broker.metrics_server import serve_metrics
 from embedq_broker.settings import BrokerSettings
 from embedq_producer.blocks import ReadOptions
 from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, TruncationSide
@@ -299,6 +300,24 @@ class _BrokerFields(ConnectOptions):
         return BrokerSettings(**fields | overrides)
 
 
+class _MetricsFields(Options):
+    metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="Port on which Prometheus finds /metrics. Unset: no metrics are served."
+    )
+    metrics_host: str = Field("0.0.0.0", description="Address to serve metrics on; 127.0.0.1 for this machine alone.")  # noqa: S104
+
+    def metrics(self, broker: BrokerSettings, *, processes: bool = False) -> AbstractContextManager[Path | None]:
+        """Serve metrics for a block, where a port is given; yields the folder for counts of other processes."""
+        return serve_metrics(
+            self.metrics_port,
+            self.metrics_host,
+            broker.redis_url,
+            broker.queue,
+            lease_s=broker.lease_s,
+            processes=processes,
+        )
+
+
 class _EngineFields(Options):
     model: str = Field("")
     revision: str | None = None
@@ -381,7 +400,7 @@ class DoctorOptions(ConnectOptions, _EngineFields):
     """Options of `embedq doctor`."""
 
 
-class ProduceOptions(_BrokerFields, CorpusOptions, EncodingFlags, SinkFlags):
+class ProduceOptions(_BrokerFields, _MetricsFields, CorpusOptions, EncodingFlags, SinkFlags):
     """Options of `embedq produce`."""
 
     output: Path | None = Field(
@@ -398,7 +417,7 @@ class ProduceOptions(_BrokerFields, CorpusOptions, EncodingFlags, SinkFlags):
     wait: bool = Field(False, description="Wait until every document has its outcome.")
 
 
-class WorkerOptions(_BrokerFields, _WorkerFields):
+class WorkerOptions(_BrokerFields, _MetricsFields, _WorkerFields):
     """Options of `embedq worker`."""
 
     output_roots: tuple[Path, ...] = ()
@@ -407,7 +426,7 @@ class WorkerOptions(_BrokerFields, _WorkerFields):
     )
 
 
-class RunOptions(_BrokerFields, _WorkerFields, CorpusOptions, EncodingFlags, SinkFlags):
+class RunOptions(_BrokerFields, _MetricsFields, _WorkerFields, CorpusOptions, EncodingFlags, SinkFlags):
     """Options of `embedq run`."""
 
     redis_url: str | None = Field(

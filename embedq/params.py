@@ -104,4 +104,9 @@ def _panel(options: type[Options], name: str) -> str | None:
     return None
 
 
-PANELS = {"_BrokerFields": "Queue", "_EngineFields": "Model and engine", "_WorkerFields": "Worker processes"}
+PANELS = {
+    "_BrokerFields": "Queue",
+    "_MetricsFields": "Metrics",
+    "_EngineFields": "Model and engine",
+    "_WorkerFields": "Worker processes",
+}

@@ -44,7 +44,7 @@ def produce_corpus(
     identity = f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}"
     read_options = options.read_options()
     client = connect(options.redis_url, role="producer")
-    with broker_errors(options.redis_url):
+    with broker_errors(options.redis_url), options.metrics(options.broker()):
         for warning in check_server(client, options.redis_url):
             on_note(warning)
         keys = Keys(options.queue)

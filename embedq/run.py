@@ -23,6 +23,7 @@ from embedq_broker.embedded import EmbeddedServer, find_server_binary, running_s
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import bind_model
 from embedq_broker.registry import Registry
+from embedq_broker.settings import BrokerSettings
 from embedq_producer.corpus import corpus_identity
 from embedq_producer.feed import Stopped, feed
 from embedq_schemas.errors import (
@@ -126,8 +127,12 @@ def run_corpus(
         if url is None:
             server = stack.enter_context(EmbeddedServer(dataset.path / STATE_NAME))
             url = server.url
+        broker = options.broker(redis_url=url, queue=spec.queue)
+        folder = stack.enter_context(options.metrics(broker, processes=True))
         with broker_errors(url):
-            state = _drive(corpus, options, dataset, spec, slots, url, server, stopping, on_progress, on_note)
+            state = _drive(
+                corpus, options, dataset, spec, slots, broker, folder, server, stopping, on_progress, on_note
+            )
     if not state.counters.input:
         on_note(f"the corpus {corpus} holds no documents")
     if server is not None and state.status is RunStatus.COMPLETED:
@@ -148,24 +153,30 @@ def _drive(
     dataset: Dataset,
     spec: RunSpec,
     slots: Sequence[Slot],
-    url: str,
+    broker: BrokerSettings,
+    metrics_folder: Path | None,
     server: EmbeddedServer | None,
     stopping: Callable[[], bool],
     on_progress: Callable[[Snapshot], None],
     on_note: Callable[[str], None],
 ) -> RunState:
     # An embedded server that is gone stays gone: nothing waits for it.
+    url = broker.redis_url
     client = connect(url, role="run", blocking=server is not None)
     keys = Keys(spec.queue)
     registry = Registry(client, keys)
-    broker = options.broker(redis_url=url, queue=spec.queue)
     done = reconcile(registry, dataset, spec, on_note, alone=server is not None)
     if server is not None:
         release_the_dead(client, keys, broker)
     spec = registry.create(spec)
     roots = (dataset.path,)
     supervisor = Supervisor(
-        slots, broker, options.worker_settings(roots), ends_on_infrastructure=True, log_level=options.log_level
+        slots,
+        broker,
+        options.worker_settings(roots),
+        ends_on_infrastructure=True,
+        log_level=options.log_level,
+        metrics_folder=metrics_folder,
     )
     halt = threading.Event()
     feeder = _Feeder(

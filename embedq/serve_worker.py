@@ -34,11 +34,13 @@ def run_worker(options: WorkerOptions, stopping: Callable[[], bool]) -> int:
         gpus=options.gpus if "embedder" in options.roles else (),
         engine=options.engine_settings(),
     )
-    supervisor = Supervisor(slots, options.broker(), options.worker_settings(roots), log_level=options.log_level)
-    try:
-        while not stopping():
-            supervisor.poll()
-            time.sleep(0.1)
-    finally:
-        supervisor.drain()
+    broker, worker = options.broker(), options.worker_settings(roots)
+    with options.metrics(broker, processes=True) as folder:
+        supervisor = Supervisor(slots, broker, worker, log_level=options.log_level, metrics_folder=folder)
+        try:
+            while not stopping():
+                supervisor.poll()
+                time.sleep(0.1)
+        finally:
+            supervisor.drain()
     return 0

@@ -23,7 +23,7 @@ from embedq_schemas.names import Lane
 from embedq_schemas.run import Durability
 from redis.exceptions import ResponseError
 
-from embedq_broker import scripts
+from embedq_broker import metrics, scripts
 from embedq_broker.consume import Consumer, Entry, Share, Stage, envelope
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
@@ -74,6 +74,7 @@ class Commit:
     _payloads: list[bytes | memoryview] = field(default_factory=list)
     _counters: dict[tuple[str, str], int] = field(default_factory=dict)
     _names_file: bool = False
+    _codes: list[str] = field(default_factory=list)
 
     def count(self, run: str, counter: str, by: int) -> None:
         """Move one of a run's counters."""
@@ -106,6 +107,7 @@ class Commit:
         """One document's failure, counted."""
         self._add_payload(self.consumer.keys.dead(run), [], letter.encode(), run=run, name="letter")
         self.count(run, "failed", 1)
+        self._codes.append(letter.code)
 
     def send(self, client: redis.Redis, *, durability: Durability = Durability.PROCESS) -> Committed:
         """Make it so, or write nothing at all.
@@ -119,7 +121,8 @@ class Commit:
         before, after = _POINTS[self.consumer.stage]
         fault_point(before)
         try:
-            reply = scripts.call(client, "commit", keys, args, allow_oom=not self.keeps_memory)
+            with metrics.stage_duration.labels("commit").time():
+                reply = scripts.call(client, "commit", keys, args, allow_oom=not self.keeps_memory)
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -131,9 +134,23 @@ class Commit:
         fault_point(after)
         if committed.outcome is not CommitOutcome.LOST:
             _wait_durable(client, durability)
+        self._observe(committed)
         lost = set(committed.lost)
         self.consumer.forget(entry for entry in self.inputs if not lost or (entry.stream, entry.id) in lost)
         return committed
+
+    def _observe(self, committed: Committed) -> None:
+        """Count what this call settled; a commit whose reply was lost is counted by the call that finds it done."""
+        metrics.leases_lost.labels(self.consumer.stage).inc(len(committed.lost))
+        if committed.outcome is CommitOutcome.LOST:
+            return
+        for (_, counter), by in self._counters.items():
+            if counter in ("succeeded", "failed", "skipped"):
+                metrics.documents.labels(counter).inc(by)
+            elif counter == "tokens":
+                metrics.tokens.inc(by)
+        for code in self._codes:
+            metrics.dead_letters.labels(code).inc()
 
     def _add_payload(
         self,

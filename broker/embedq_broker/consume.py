@@ -17,7 +17,7 @@ from embedq_schemas.errors import CodecError, UnsupportedVersionError, UsageErro
 from embedq_schemas.names import LANES, SCHEMA_VERSION, Lane
 from redis.exceptions import ResponseError
 
-from embedq_broker import scripts
+from embedq_broker import metrics, scripts
 from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.scripts import Arg, text
 
@@ -139,7 +139,7 @@ class Consumer:
             return []
         pairs: Iterable[Any] = reply or ()
         return [
-            self._hold(parse_entry(text(stream), self._lanes[text(stream)], entry_id, fields, 1))
+            self._fresh(parse_entry(text(stream), self._lanes[text(stream)], entry_id, fields, 1))
             for stream, entries in pairs
             for entry_id, fields in entries
             if fields is not None
@@ -233,11 +233,17 @@ class Consumer:
             self._held[entry.stream, entry.id] = entry.deliveries
         return entry
 
+    def _fresh(self, entry: Entry) -> Entry:
+        metrics.waited(self.stage, entry.lane, entry.id)
+        return self._hold(entry)
+
     def _take(self, stream: str, lane: Lane, rows: Iterable[Any]) -> list[Entry]:
         taken = []
         for entry_id, flat, deliveries in rows:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             taken.append(self._hold(parse_entry(stream, lane, entry_id, fields, int(deliveries))))
+        if taken:
+            metrics.redelivered.labels(self.stage).inc(len(taken))
         return taken
 
     def _set_idle(self, items: Sequence[tuple[str, str]], idle_ms: int) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from embedq_schemas.job import Codec
 from embedq_schemas.names import LANES, SCHEMA_VERSION
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
-from embedq_broker import scripts
+from embedq_broker import metrics, scripts
 from embedq_broker.commit import CommitRecord, check_durability, unpublished
 from embedq_broker.consume import MAX_ENTRY_DOCUMENTS, Stage
 from embedq_broker.faults import fault_point
@@ -153,13 +153,20 @@ class Registry:
         )
         fault_point("produce.enqueue.before")
         try:
-            reply = scripts.call(self._client, *call)
+            with metrics.stage_duration.labels("produce").time():
+                reply = scripts.call(self._client, *call)
         except redis.exceptions.OutOfMemoryError as error:
             reply = error
         fault_point("produce.enqueue.after")
         sent = _enqueued(reply)
         if isinstance(sent, Exception):
             raise sent
+        if sent.outcome is EnqueueOutcome.OK:
+            for outcome, count in (("failed", len(dead)), ("skipped", skipped)):
+                if count:
+                    metrics.documents.labels(outcome).inc(count)
+            for letter in dead:
+                metrics.dead_letters.labels(letter.code).inc()
         return sent
 
     def _enqueue_call(

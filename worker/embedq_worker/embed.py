@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from embedq_broker import metrics
 from embedq_broker.consume import Entry, Share
 from embedq_broker.faults import fault_point
 from embedq_schemas.dead_letter import DeadLetter, Stage, clip
@@ -57,6 +59,7 @@ class Embedding:
         self, engine: Engine, entry: Entry, batch: TokenBatch, encoding: EncodingOptions, normalize: bool
     ) -> None:
         fault_point("embed.forward", batch.table.column("id"))
+        self._began = time.perf_counter()
         self._engine, self._entry, self._batch = engine, entry, batch
         self._dimensions, self._normalize = encoding.dimensions, normalize
         self._packed = PackedBatch(batch.input_ids, batch.cu_seqlens)
@@ -69,6 +72,7 @@ class Embedding:
     def outcome(self) -> Embedded:
         """Every row checked. Raises EngineError where the device is broken."""
         vectors, reasons = self._checked()
+        metrics.stage_duration.labels("embed").observe(time.perf_counter() - self._began)
         fault_point("embed.forwarded", self._batch.table.column("id"))
         return Embedded(self._entry, split_by_run(self._entry.shares, self._batch, vectors, reasons))
 

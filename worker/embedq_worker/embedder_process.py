@@ -236,6 +236,7 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, str | int]:
         "revision": checkpoint.revision or "",
         "dimension": checkpoint.dimension,
         "max_length": checkpoint.max_length,
+        "vocab_size": checkpoint.vocab_size,
         "prompts": json.dumps(dict(checkpoint.prompts)),
         "default_prompt_name": checkpoint.default_prompt_name or "",
     }

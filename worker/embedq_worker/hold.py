@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from embedq_broker import metrics
 from embedq_broker.connect import translate
 from embedq_schemas.errors import BrokerOutOfMemoryError, BrokerUnavailableError
 from redis.exceptions import RedisError
@@ -43,3 +44,4 @@ def until_accepted(send: Callable[[], T], *, url: str, give_up: Callable[[], boo
                 log.warning("holding finished work: %s", failure)
             time.sleep(min(first_s * 2 ** min(attempt, 10), 1.0))
             attempt += 1
+            metrics.retries.inc()

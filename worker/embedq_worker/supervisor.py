@@ -17,8 +17,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from embedq_broker import metrics
 from embedq_broker.connect import connect
 from embedq_broker.consume import Stage, release_consumer
 from embedq_broker.keys import Keys
@@ -107,12 +109,14 @@ class Supervisor:
         ends_on_infrastructure: bool = False,
         log_level: str = "INFO",
         log_file: int | None = None,
+        metrics_folder: Path | None = None,
     ) -> None:
         """
         Args:
             ends_on_infrastructure: a process that ends because of Redis or a disk ends the worker, instead of being
                 started again: right where somebody waits for the outcome.
             log_file: descriptor that takes the processes' log lines; None: standard error.
+            metrics_folder: where the processes write their counts; None: nowhere.
         """
         self._slots = [_SlotState(slot) for slot in slots]
         self._broker = broker
@@ -120,6 +124,7 @@ class Supervisor:
         self._ends_on_infrastructure = ends_on_infrastructure
         self._log_level = log_level
         self._log_file = log_file
+        self._metrics_folder = metrics_folder
         self._keys = Keys(broker.queue)
         self.restarts = 0
 
@@ -180,6 +185,10 @@ class Supervisor:
             log_level=self._log_level,
         )
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        # One that we inherited belongs to whoever started us.
+        environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        if self._metrics_folder is not None:
+            environment["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_folder)
         if slot.role == "tokenizer":
             # Its one thread is the loop's; idle OpenMP pools of libraries would fight the embedder for cores.
             environment |= {"OMP_NUM_THREADS": "1"}
@@ -216,6 +225,7 @@ class Supervisor:
         wait_s = 0.0 if state.crashes == 0 else min(_BACKOFF_FIRST_S * 2 ** (state.crashes - 1), _BACKOFF_MOST_S)
         state.start_at = time.monotonic() + wait_s
         self.restarts += 1
+        metrics.restarts.labels(child.slot.role).inc()
         log.warning("%s ended %s; starting again in %.1f s", child.consumer, _describe(status), wait_s)
 
     def _bury(self, child: _Child) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from embedq_broker import metrics
 from embedq_broker.commit import Commit, CommitOutcome, Committed
 from embedq_broker.consume import Consumer, Entry, Share, is_fatal
 from embedq_broker.faults import fault_point
@@ -72,9 +73,10 @@ class TokenizerStage:
         """One commit for `entries`, all of `lane`; (commit, documents, tokens). What is `fatal` is not tried again."""
         commit = Commit(self._consumer, inputs=list(entries))
         documents = tokens = 0
-        for group in self._gather(commit, entries, fatal):
-            n, total = self._tokenize(commit, group, lane, max_batch_tokens)
-            documents, tokens = documents + n, tokens + total
+        with metrics.stage_duration.labels("tokenize").time():
+            for group in self._gather(commit, entries, fatal):
+                n, total = self._tokenize(commit, group, lane, max_batch_tokens)
+                documents, tokens = documents + n, tokens + total
         return commit, documents, tokens
 
     def settle(
@@ -200,7 +202,10 @@ class TokenizerStage:
         # One gather for the window; batches are slices of it, and the wire format writes slices compactly.
         packed, members = batch.select(rows), runs[rows]
         for start, end in itertools.pairwise(bounds.tolist()):
-            self._add_batch(commit, packed.slice(start, end - start), members[start:end], lane)
+            part = packed.slice(start, end - start)
+            # A single document may exceed the budget.
+            metrics.batch_fill.observe(min(1.0, part.num_tokens / max_batch_tokens))
+            self._add_batch(commit, part, members[start:end], lane)
         for share in group.shares:
             commit.count(share.run, "ready", share.documents)
         return len(good), int(lengths[good].sum())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import redis
+from embedq_broker import metrics
 from embedq_broker.commit import CommitRecord, published
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
@@ -32,6 +33,11 @@ def publish(client: redis.Redis, keys: Keys, dataset: Dataset, record: CommitRec
     Raises:
         StorageError: the disk refused, or the committed file is gone.
     """
+    with metrics.stage_duration.labels("publish").time():
+        _publish(client, keys, dataset, record, replay)
+
+
+def _publish(client: redis.Redis, keys: Keys, dataset: Dataset, record: CommitRecord, replay: bool) -> None:
     staging = dataset.path / record.file.staging_name
     final = dataset.path / record.file.name
     fault_point("publish.before")
