@@ -25,7 +25,7 @@ LIMIT = 40
 def vectors_of(ordinals: Sequence[int], dimensions: int = 8, seed: int = 0) -> NDArray[np.float32]:
     """Unit vectors float32 [n, dimensions]; each follows from its ordinal and the seed."""
     grid = np.asarray(ordinals, dtype=np.float64)[:, None] * 7.13 + np.arange(dimensions) * 1.7 + seed
-    values = np.sin(grid * grid).astype(np.float32)
+    values: NDArray[np.float32] = np.sin(grid * grid).astype(np.float32)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
     return values
 

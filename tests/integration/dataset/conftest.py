@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
     model = generate_checkpoint(folder / "model", hidden_size=32, layers=2, max_length=48, prompts=PROMPTS)
     rng = np.random.default_rng(0)
-    documents = [
+    documents: list[dict[str, Any]] = [
         {"id": f"d{i}", "text": f"{i} " + " ".join(rng.choice(WORDS, 1 + i % 24)), "lang": ["en", None][i % 2]}
         for i in range(60)
     ]
@@ -44,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     )
     # Complete, with failed documents.
     assert done.returncode == 3, done.stderr
-    rows = {}
+    rows: dict[str, list[float]] = {}
     for batch in open_dataset(folder / "vectors").batches(["id", "vector"]):
         rows.update(zip(batch.column("id").to_pylist(), batch.column("vector").to_pylist(), strict=True))
     assert len(list((folder / "vectors").glob("part-*"))) > 1

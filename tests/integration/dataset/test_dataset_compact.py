@@ -21,6 +21,7 @@ from embedq_schemas.vector_batch import VectorBatch
 from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.parquet import ranges
 from handmade_dataset import add_file, complete, make_dataset, new_dataset, rows_of, vectors_of
+from numpy.typing import NDArray
 
 from embedq.dataset import DatasetReader, open_dataset
 from embedq.dataset.compaction import Compaction, compact_dataset
@@ -93,7 +94,7 @@ def doubled(path: Path) -> Path:
     return path
 
 
-def expected_of_doubled() -> np.ndarray:
+def expected_of_doubled() -> NDArray[np.float32]:
     vectors = vectors_of([*range(2000), 7000, 7001])
     vectors[3], vectors[4:6] = vectors_of([3], seed=1)[0], vectors_of([4, 5], seed=2)
     return vectors
@@ -193,7 +194,16 @@ def test_the_run_of_a_compacted_dataset_is_complete_and_may_be_retried(
     made: Made, embedq: Command, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    run = ("run", made.path.parent / "corpus.jsonl", "-o", out, "--model", made.model, "--engine", "null")
+    run: tuple[object, ...] = (
+        "run",
+        made.path.parent / "corpus.jsonl",
+        "-o",
+        out,
+        "--model",
+        made.model,
+        "--engine",
+        "null",
+    )
     run += ("--keep-text", "--job-documents", 8, "--max-batch-tokens", 64, "--flush-interval-s", 0.01)
     assert embedq_run(run) == 3
     before = rows_in(open_dataset(out))

@@ -170,7 +170,10 @@ def postgres_rows(url: str, table: str = "embeddings") -> list[tuple[Any, ...]]:
     import psycopg
 
     with psycopg.connect(url) as connection:
-        return connection.execute(f"SELECT ordinal, text FROM {table} ORDER BY ordinal").fetchall()
+        rows: list[tuple[Any, ...]] = connection.execute(
+            f"SELECT ordinal, text FROM {table} ORDER BY ordinal"
+        ).fetchall()
+        return rows
 
 
 def test_a_table_is_replaced_in_one_transaction(embedq: Command, tmp_path: Path, postgres_url: str) -> None:

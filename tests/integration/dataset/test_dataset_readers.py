@@ -22,7 +22,7 @@ def section(title: str) -> str:
     return found[1]
 
 
-def run_snippet(title: str, made: Made, embedq: Command, **places: str) -> dict[str, Any]:
+def run_snippet(title: str, made: Made, embedq: Command, **places: tuple[str, str]) -> dict[str, Any]:
     """Run the section's commands, then its Python, beside a dataset `vectors`. Returns the names it defined.
 
     `places` are words of the page, and what stands for them here.

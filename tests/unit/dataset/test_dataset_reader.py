@@ -28,7 +28,7 @@ def test_a_complete_dataset_says_how_its_vectors_were_made_and_gives_its_rows_in
 def test_vectors_are_a_view_of_the_columns_memory(tmp_path: Path) -> None:
     dataset = open_dataset(make_dataset(tmp_path / "d", [[2, 0, 1]]))
     for order in ("file", "input"):
-        (batch,) = dataset.batches(["vector", "ordinal"], order=order)  # type: ignore[arg-type]
+        (batch,) = dataset.batches(["vector", "ordinal"], order=order)
         vectors = VectorBatch(batch).vectors
         np.testing.assert_array_equal(vectors, vectors_of(batch.column("ordinal").to_pylist()))
         values = batch.column("vector").flatten().buffers()[1]
@@ -38,7 +38,7 @@ def test_vectors_are_a_view_of_the_columns_memory(tmp_path: Path) -> None:
 def test_columns_come_in_the_datasets_order_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
     dataset = open_dataset(make_dataset(tmp_path / "d", [[0]]))
     for order in ("file", "input"):
-        (batch,) = dataset.batches(["text", "id"], order=order)  # type: ignore[arg-type]
+        (batch,) = dataset.batches(["text", "id"], order=order)
         assert batch.schema.names == ["id", "text"]
     with pytest.raises(UsageError, match="has no column colour; it has: id, ordinal, vector"):
         dataset.batches(["colour"])
@@ -101,7 +101,7 @@ def test_files_of_different_columns_are_named(tmp_path: Path) -> None:
     complete(path, 3, 2)
     for order in ("file", "input"):
         with pytest.raises(OutputError, match="column lang is missing"):
-            list(open_dataset(path).batches(order=order))  # type: ignore[arg-type]
+            list(open_dataset(path).batches(order=order))
 
 
 def test_a_manifest_that_lost_a_line_is_noticed(tmp_path: Path) -> None:
