@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import redis
 from embedq_broker import scripts
+from embedq_broker.batches import BatchRecord, BatchRegistry, drop_results
 from embedq_broker.commit import Commit, CommitOutcome, published, unpublished
 from embedq_broker.connect import check_server, connect
 from embedq_broker.consume import Share, Stage, release_consumer, undelivered
+from embedq_broker.depths import depths
 from embedq_broker.liveness import Heartbeat, beat, bind_model, bury, exclusive, heartbeats, model_facts
 from embedq_broker.registry import EnqueueOutcome
+from embedq_broker.scripts import text
 from embedq_schemas.job import Codec
 from embedq_schemas.names import Lane
 from embedq_schemas.run import RunCounters, RunStatus
@@ -94,7 +98,16 @@ def use_everything(client: redis.Redis, tmp_path: Path) -> None:
     registry.missing("r")
     registry.all_in_batches("r")
     registry.forget_expired()
+    drop_results(client, keys, "s", [(text(client.xrange(keys.results("s"))[0][0]), 1)])
     assert registry.forget("s") is None
+    assert len(depths(client, keys)) == 4
+    batches = BatchRegistry(client, keys, "store")
+    names = dict.fromkeys(("tenant", "endpoint", "input_file_id", "completion_window"), "x")
+    outputs = {"output_name": "o", "error_name": "e"}
+    batches.add_batch(BatchRecord(id="b", created_at=1, expires_at=2, **names, **outputs))
+    assert batches.change("b", lambda record: msgspec.structs.replace(record, status=RunStatus.FAILED))
+    assert batches.hold("b", "me", ttl_ms=1000)
+    batches.let_go("b", "me")
     consumer.release_all()
     registry.restore(spec, RunCounters(succeeded=1), files=1)
 
