@@ -272,20 +272,28 @@ def is_fatal(entry: Entry, tries: int, max_deliveries: int) -> bool:
     return tries >= max(1, max_deliveries - 1) or entry.deliveries > UNTRIED_DELIVERIES * max_deliveries
 
 
-def undelivered(client: redis.Redis, keys: Keys, stage: Stage, lane: Lane) -> int:
+def undelivered(client: redis.Redis, keys: Keys, stage: Stage, *lanes: Lane) -> int:
     """Entries no consumer of the stage holds. (`lag` would tell, but is null once an entry was deleted.)"""
-    stream = stage.stream(keys, lane)
+    return sum(undelivered_by_lane(client, keys, stage, lanes).values())
+
+
+def undelivered_by_lane(client: redis.Redis, keys: Keys, stage: Stage, lanes: Sequence[Lane]) -> dict[Lane, int]:
+    """`undelivered` of each lane, in one round trip."""
     # Not a transaction: a full server refuses to queue even reads.
     pipe = client.pipeline(transaction=False)
-    pipe.xlen(stream)
-    pipe.xpending(stream, stage)
-    try:
-        length, pending = pipe.execute()
-    except ResponseError as error:
-        if "NOGROUP" not in str(error):
-            raise
-        return int(client.xlen(stream))
-    return max(0, int(length) - int(pending["pending"]))
+    for lane in lanes:
+        pipe.xlen(stage.stream(keys, lane))
+        pipe.xpending(stage.stream(keys, lane), stage)
+    replies: list[Any] = pipe.execute(raise_on_error=False)
+    found = {}
+    for lane, length, pending in zip(lanes, replies[::2], replies[1::2], strict=True):
+        if isinstance(pending, ResponseError) and "NOGROUP" in str(pending):
+            pending = {"pending": 0}
+        for reply in (length, pending):
+            if isinstance(reply, Exception):
+                raise reply
+        found[lane] = max(0, int(length) - int(pending["pending"]))
+    return found
 
 
 def release_consumer(client: redis.Redis, keys: Keys, stage: Stage, name: str, *, lease_ms: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import redis
 from embedq_broker.commit import Commit, Committed
 from embedq_broker.connect import connect, translate
-from embedq_broker.consume import Consumer, Entry, Stage, undelivered
+from embedq_broker.consume import Consumer, Entry, Stage, undelivered_by_lane
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import bind_model, wanted_batch_tokens
@@ -149,7 +149,7 @@ class _Loop:
         if not self._embedders_known():
             self._stop.wait(0.1)
             return []
-        lanes = [lane for lane in LANES if self._room(lane)]
+        lanes = self._lanes_with_room()
         if not lanes:
             # The embedders are busy for a while; a batch takes longer than this.
             self._stop.wait(0.005)
@@ -182,17 +182,27 @@ class _Loop:
             if found:
                 return found
         sweep_ms = round((self._next_sweep - time.monotonic()) * 1000)
-        return self._consumer.read(self._reader, lanes, count=1, block_ms=max(1, min(_BLOCK_MS, sweep_ms)))
+        found = self._consumer.read(self._reader, lanes, count=1, block_ms=max(1, min(_BLOCK_MS, sweep_ms)))
+        if any(entry.lane is Lane.INTERACTIVE for entry in found):
+            # The first of several requests ended the wait; the others came with it, or while this process woke up.
+            try:
+                found += self._consumer.read(
+                    self._reader, [Lane.INTERACTIVE], count=_INTERACTIVE_JOBS - 1, block_ms=None
+                )
+            except RedisError as error:
+                # What was read is settled first; the reply that was lost is asked for afterwards.
+                log.warning("lost the connection while reading: %s", error)
+                self._adopt = True
+        return found
 
     def _window(self) -> int:
         """Jobs to take at once: one while embedders wait for work, several while they have some."""
         return self._config.worker.window_jobs if self._ahead else 1
 
-    def _room(self, lane: Lane) -> bool:
-        waiting = undelivered(self._client, self._consumer.keys, Stage.EMBED, lane)
-        if lane is Lane.BULK:
-            self._ahead = waiting > 0
-        return waiting < self._config.broker.max_ready_batches
+    def _lanes_with_room(self) -> list[Lane]:
+        waiting = undelivered_by_lane(self._client, self._consumer.keys, Stage.EMBED, LANES)
+        self._ahead = waiting[Lane.BULK] > 0
+        return [lane for lane in LANES if waiting[lane] < self._config.broker.max_ready_batches]
 
     def _embedders_known(self) -> bool:
         """Refresh the token budget; False while it is too early to pack without one."""
