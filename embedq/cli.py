@@ -47,7 +47,6 @@ from embedq.options import (
 )
 from embedq.params import with_options
 from embedq.serve import ServeOptions
-from embedq.serve import ServeOptions
 
 app = typer.Typer(
     name="embedq",
@@ -156,23 +155,11 @@ def worker(options: WorkerOptions) -> int:
 @app.command(cls=HelpfulCommand)
 @with_options(ServeOptions)
 def serve(options: ServeOptions) -> int:
-    """Answer HTTP requests from the queue: OpenAI's embeddings, files and batches, and more."""
+    """Answer HTTP requests: OpenAI's embeddings, files and batches; with --model, also do the work, on this machine."""
     from embedq.serve import run_gateway
 
     _log(options.log_level)
-    _Stop()
-    return run_gateway(options, lambda url: print(f"listening on {url}"))
-
-
-@app.command(cls=HelpfulCommand)
-@with_options(ServeOptions)
-def serve(options: ServeOptions) -> int:
-    """Answer HTTP requests from the queue: OpenAI's embeddings, files and batches, and more."""
-    from embedq.serve import run_gateway
-
-    _log(options.log_level)
-    _Stop()
-    return run_gateway(options, lambda url: print(f"listening on {url}"))
+    return run_gateway(options, _Stop(), lambda url: print(f"listening on {url}"))
 
 
 @app.command(cls=HelpfulCommand)

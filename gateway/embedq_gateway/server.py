@@ -17,11 +17,12 @@ _KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections: the one that closes should be they."""
 
 
-def serve(gateway: Gateway, on_listening: Callable[[str], None]) -> None:
+def serve(gateway: Gateway, on_listening: Callable[[str], None], stopping: Callable[[], bool] = lambda: False) -> None:
     """Serve until SIGTERM or SIGINT: then accept nothing more, and finish what is under way within the grace period.
 
     Args:
         on_listening: called once with the base URL, when requests are answered.
+        stopping: asked several times a second; True is as a signal.
 
     Raises:
         UsageError: the address cannot be listened on.
@@ -41,18 +42,22 @@ def serve(gateway: Gateway, on_listening: Callable[[str], None]) -> None:
         timeout_graceful_shutdown=max(1, round(settings.grace_s)),
     )
     shown = f"[{host}]" if ":" in host else host
-    _Server(config, lambda: on_listening(f"http://{shown}:{port}")).run(sockets=[listener])
+    _Server(config, lambda: on_listening(f"http://{shown}:{port}"), stopping).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None], stopping: Callable[[], bool]) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._stopping = stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_started()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._stopping()
 
 
 def _listen(host: str, port: int) -> socket.socket:
