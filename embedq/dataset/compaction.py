@@ -113,33 +113,39 @@ def _overlapping(files: Sequence[PublishedFile]) -> set[str]:
 
 
 def _merge(dataset: Dataset, reader: DatasetReader, file_bytes: int) -> list[PublishedFile]:
-    """Stage the rows of the reader's files as new ones."""
-    rows_per_file = max(1, file_bytes // (4 * reader.dimensions))
+    """Stage the rows of the reader's files as new ones; nothing stays staged where that fails."""
     limit = _token_limit(reader)
     metadata = _metadata(reader)
     fresh: list[PublishedFile] = []
-
-    def write(batches: list[VectorBatch]) -> None:
-        tokens = sum(_tokens(batch, limit) for batch in batches)
-        fresh.append(stage(dataset, uuid.uuid4().hex, reader.spec.run, batches, metadata, tokens))
-
     with storage_errors(f"write into {dataset.staging}"):
         dataset.staging.mkdir(exist_ok=True)
+    try:
+        for batches in _files_worth(reader, max(1, file_bytes // (4 * reader.dimensions))):
+            tokens = sum(_tokens(batch, limit) for batch in batches)
+            fresh.append(stage(dataset, uuid.uuid4().hex, reader.spec.run, batches, metadata, tokens))
+    except BaseException:
+        for file in fresh:
+            (dataset.path / file.staging_name).unlink(missing_ok=True)
+        raise
+    fault_point("compact.staged")
+    return fresh
+
+
+def _files_worth(reader: DatasetReader, rows: int) -> Iterator[list[VectorBatch]]:
+    """The rows in input order, `rows` of them at a time."""
     held: list[VectorBatch] = []
-    room = rows_per_file
-    for batch in reader.batches(order="input", batch_rows=min(rows_per_file, reader.batch_rows)):
+    room = rows
+    for batch in reader.batches(order="input", batch_rows=min(rows, reader.batch_rows)):
         rest = batch
         while rest.num_rows:
             part = rest.slice(0, room)
             held.append(VectorBatch(part))
             rest, room = rest.slice(part.num_rows), room - part.num_rows
             if not room:
-                write(held)
-                held, room = [], rows_per_file
+                yield held
+                held, room = [], rows
     if held:
-        write(held)
-    fault_point("compact.staged")
-    return fresh
+        yield held
 
 
 def _metadata(reader: DatasetReader) -> dict[str, str]:

@@ -37,8 +37,9 @@ def whole(target: Path, *, replace: bool, directory: bool) -> Iterator[Path]:
             temporary.touch(exist_ok=False)
         lock = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Tells a later export that this one is alive.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):
+                # Tells a later export that this one is alive. Where nothing can be locked, nothing is cleared away.
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield temporary
             _make_durable(temporary)
             _take_place(temporary, target, replace=replace)

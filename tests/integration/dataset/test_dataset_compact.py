@@ -171,6 +171,23 @@ def test_files_of_different_machines_are_merged_and_say_what_they_were_computed_
     assert open_dataset(path).facts.dtype == "float32, bfloat16"
 
 
+def test_a_disk_that_takes_no_more_leaves_the_dataset_as_it_was(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "d", [list(range(number, 4000, 10)) for number in range(10)])
+    before = sorted(file.name for file in path.rglob("*"))
+    # A merged file is longer than what may be written: the disk seems to be full.
+    script = (
+        "import resource, sys; from embedq.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (110_000, 110_000)); main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", script, "compact", str(path), "--file-bytes", str(1 << 16)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.startswith("error: storage: cannot write ")
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(file.name for file in path.rglob("*")) == before
+    assert compact(path).files_after == 2
+
+
 def test_an_incomplete_dataset_is_left_alone(tmp_path: Path) -> None:
     path = new_dataset(tmp_path / "d")
     for ordinal in range(3):

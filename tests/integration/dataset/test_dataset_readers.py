@@ -76,7 +76,10 @@ def test_pandas(made: Made, embedq: Command) -> None:
     np.testing.assert_array_equal(found["vectors"], made.vectors)
 
 
-def test_hugging_face_datasets(made: Made, embedq: Command) -> None:
+def test_hugging_face_datasets(made: Made, embedq: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     found = run_snippet("Hugging Face datasets", made, embedq)
     assert found["rows"]["id"][:] == made.ids
     assert found["vectors"].dtype == np.float32
