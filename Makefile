@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long chaos chaos-long bench lint typecheck tokenizer clean distclean
+.PHONY: help install demo test test-long chaos chaos-long fuzz bench lint typecheck tokenizer clean distclean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -47,6 +47,9 @@ test-long: $(INSTALLED) tokenizer ## run the tests that take minutes each
 chaos: $(INSTALLED) tokenizer ## cause every fault we can make, one at a time, and check that nothing is lost
 	@echo "Running the fault tests ..."
 	@$(BIN)/python -m pytest -n $(WORKERS) tests/chaos --timeout=3600
+
+fuzz: $(INSTALLED) ## feed every decoder with damaged input for ten minutes each
+	@$(BIN)/python tests/fuzz/fuzz.py
 
 chaos-long: $(INSTALLED) ## kill everything at random for MINUTES=30 and write the figures to docs/reliability.md
 	@echo "Killing workers, producers and servers for $(MINUTES) minutes ..."
