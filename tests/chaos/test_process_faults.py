@@ -51,10 +51,11 @@ def test_a_frozen_worker_that_wakes_up_after_its_lease_commits_nothing_twice(pip
     [
         ("embed.forward@doc-17:exit137:every", DocumentErrorCode.MAX_DELIVERIES),
         ("tokenize.encode@doc-17:exit137:every", DocumentErrorCode.MAX_DELIVERIES),
+        ("tokenize.encode@doc-17:raise:every", DocumentErrorCode.MAX_DELIVERIES),
         ("embed.forward@doc-17:raise:every", DocumentErrorCode.MAX_DELIVERIES),
         ("embed.forward@doc-17:delay:every:60", DocumentErrorCode.MAX_DELIVERIES),
     ],
-    ids=["embedder exits 137", "tokenizer exits 137", "embedder raises", "embedder hangs"],
+    ids=["embedder exits 137", "tokenizer exits 137", "tokenizer raises", "embedder raises", "embedder hangs"],
 )
 def test_only_the_guilty_document_of_a_crash_is_dead_lettered(
     pipeline: Pipeline, fault: str, code: DocumentErrorCode
