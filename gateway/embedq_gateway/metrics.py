@@ -35,7 +35,6 @@ class Metrics:
         self.rejected = self._counter("rejected_requests", "Requests refused, by error code.", "reason")
         self.backlog = self._gauge("queue_backlog_bytes", "Payload bytes the queue held at the last look.")
         self.ready = self._gauge("ready", "1 while workers are at work on the queue.")
-        self.batches = self._gauge("open_batches", "Batches of this store that are not over.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"embedq_gateway_{name}", text, labels, registry=self.registry)
