@@ -1,5 +1,7 @@
 """What a person does with a finished dataset directory: read, inspect, search, export, compact it."""
 
+from embedq_schemas.vector_batch import VectorBatch
+
 from embedq.dataset.reader import DatasetReader, VectorFacts, open_dataset
 
-__all__ = ["DatasetReader", "VectorFacts", "open_dataset"]
+__all__ = ["DatasetReader", "VectorBatch", "VectorFacts", "open_dataset"]

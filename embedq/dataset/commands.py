@@ -45,7 +45,11 @@ def inspect(dataset: Directory, options: InspectOptions) -> int:
 def _print_inspection(found: DatasetInspection) -> None:
     print(f"{found.path}  ({found.spec.run}, {'complete' if found.complete else 'not complete'})")
     spec, summary, facts = found.spec, found.summary, found.facts
-    counts = [f"{summary[name]:,} {name}" for name in ("input", "succeeded", "failed", "skipped") if name in summary]
+    counts = [
+        f"{summary[name]:,} {name}"
+        for name in ("input", "succeeded", "failed", "skipped", "superseded")
+        if name in summary
+    ]
     _print_section(
         "dataset",
         {

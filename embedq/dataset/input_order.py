@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from embedq_schemas.errors import OutputError
 from embedq_schemas.manifest import PublishedFile
+from embedq_worker.sinks.files import storage_errors
 from numpy.typing import NDArray
 
 from embedq.dataset.reader import DatasetReader
@@ -93,12 +94,16 @@ def in_input_order(
     in the order of the manifest; a foreign producer may have numbered its jobs alike.
 
     Memory: `memory_bytes`, and twice the largest file. Disk: in the temporary directory, what the files that wait for
-    each other hold beyond that. Raises OutputError where a file does not hold what the manifest says.
+    each other hold beyond that. Raises OutputError where a file does not hold what the manifest says, and StorageError
+    where the temporary directory is full.
     """
     due = sorted(enumerate(reader.files), key=lambda item: item[1].ordinals[0])
     ranks = Ranks(reader.files)
     active: list[_Sorted | _Streamed] = []
-    with tempfile.TemporaryDirectory(prefix="embedq-order-") as folder:
+    with (
+        storage_errors("sort rows in the temporary directory (TMPDIR names another)"),
+        tempfile.TemporaryDirectory(prefix="embedq-order-") as folder,
+    ):
         for first in range(0, ranks.total, batch_rows):
             last = ranks.ordinal(min(first + batch_rows, ranks.total) - 1)
             while due and due[0][1].ordinals[0] <= last:

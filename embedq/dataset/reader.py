@@ -148,6 +148,7 @@ class DatasetReader:
         Raises:
             UsageError: there is no such column.
             OutputError: a file is gone, damaged, or not of the dataset's columns.
+            StorageError: the temporary directory is full, which input order may need.
         """
         schema = self.select(columns)
         rows = batch_rows or self.batch_rows

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dataset_helpers import PROMPTS, Command, Made
+from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import UsageError
 from embedq_worker.checkpoint import load_checkpoint
 from embedq_worker.engine import EngineSettings
@@ -110,6 +111,9 @@ def test_many_questions_take_several_batches_and_equal_those_taken_alone(made: M
     texts = [document["text"] for document in made.documents[:20]]
     together = embed_questions(checkpoint, settings, texts)
     np.testing.assert_allclose(together, made.vectors[:20], atol=1e-5)
+    cut = embed_questions(checkpoint, settings, texts, encoding=EncodingOptions(dimensions=8))
+    expected = made.vectors[:20, :8] / np.linalg.norm(made.vectors[:20, :8], axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["unit vectors", "others"])

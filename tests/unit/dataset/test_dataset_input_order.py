@@ -85,6 +85,24 @@ def test_a_file_that_does_not_hold_the_ordinals_of_its_manifest_line_is_named(tm
         list(open_dataset(path).batches(order="input"))
 
 
+def test_a_full_temporary_directory_is_said_in_one_sentence(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", [list(range(0, 4000, 2)), list(range(1, 4000, 2))])
+    script = """
+import resource, sys
+from embedq.dataset import open_dataset
+from embedq.dataset.input_order import in_input_order
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+dataset = open_dataset(sys.argv[1])
+try:
+    list(in_input_order(dataset, dataset.schema, 100, memory_bytes=0))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "d")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("StorageError cannot sort rows in the temporary directory (TMPDIR names another): ")
+
+
 def test_files_that_all_wait_for_each_other_do_not_grow_memory(tmp_path: Path) -> None:
     # 16 files of 2 MB whose ordinals interleave: a merge needs them all at once.
     files, rows, dimensions = 16, 1000, 512
