@@ -12,7 +12,7 @@ import msgspec
 from embedq_schemas.errors import DocumentErrorCode
 
 from .blocks import ReadOptions, Reject
-from .documents import BadLineError, DocumentParser, check_utf8
+from .documents import BadLineError, Parser, check_utf8
 from .lines import LineBatch
 from .position import Position
 
@@ -28,6 +28,7 @@ class DecodedBlock:
     rejects: list[Reject] = field(default_factory=list)
     line_numbers: list[int] = field(default_factory=list)
     """1-based, of every non-blank line, rejected ones included."""
+    nbytes: int = 0
 
 
 class BlockAssembler:
@@ -37,13 +38,12 @@ class BlockAssembler:
     alone, never on how the input happened to arrive. Blank lines belong to the block before them.
     """
 
-    def __init__(
-        self, parser: DocumentParser, options: ReadOptions, start: Position, *, skipped_bytes: int = 0
-    ) -> None:
+    def __init__(self, parser: Parser, options: ReadOptions, start: Position, *, skipped_bytes: int = 0) -> None:
         """`skipped_bytes` lie between `start` and the first line: a byte order mark."""
         self._parser = parser
         self._options = options
-        self._offset, self._line, self._ordinal = start.byte_offset + skipped_bytes, start.line, start.ordinal
+        self._file, self._line, self._ordinal = start.file, start.line, start.ordinal
+        self._offset = start.offset + skipped_bytes
         self._bytes = 0
         self._block = DecodedBlock(start, start)
 
@@ -82,7 +82,8 @@ class BlockAssembler:
 
     def _close(self) -> DecodedBlock:
         block = self._block
-        block.end = Position(self._offset, self._line, self._ordinal)
+        block.nbytes = self._bytes
+        block.end = Position(self._file, self._offset, self._line, self._ordinal)
         self._block = DecodedBlock(block.end, block.end)
         self._bytes = 0
         return block
@@ -91,7 +92,7 @@ class BlockAssembler:
         """Take the lines if every one of them is a document, else none."""
         try:
             rows = list(map(self._parser.decode, lines))
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, RecursionError, BadLineError):
             return False
         count = len(rows)
         self._block.rows += rows

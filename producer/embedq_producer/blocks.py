@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 import pyarrow as pa
 from embedq_schemas.errors import DocumentErrorCode, UsageError
+from embedq_schemas.ipc import METADATA_TYPE
 
 from .position import Position
+from .template import Template
 
 # A string array has 32-bit offsets. JSON is never shorter than what it encodes, so a bound on the source bounds both.
 _MAX_BYTES = 1 << 30
@@ -17,52 +20,69 @@ _UNUSABLE = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 _COLUMNS = ("id", "ordinal", "text")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How to read a corpus. Raises UsageError for values that cannot work."""
+    """How to read a corpus. A dot in a field's name leads into an object. Raises UsageError for unusable values."""
 
     id_field: str = "id"
     text_field: str = "text"
+    template: str | None = None
+    """Makes the text of several fields; `text_field` is not read then."""
     metadata: tuple[str, ...] = ()
-    """Fields kept as string columns: strings as they are, null and missing as null, all else as its JSON source."""
+    """Fields kept as columns."""
+    metadata_types: tuple[pa.DataType, ...] = ()
+    """Types of these columns. None given: all strings."""
     block_bytes: int = 1 << 20
-    """Most bytes of JSON in one block, unless a single line is longer. 1 to 2**30."""
+    """Most bytes of input in one block, unless a single document is longer. 1 to 2**30."""
     block_documents: int = 1024
-    """Most non-blank lines in one block. 1 to 2**30."""
+    """Most documents in one block. 1 to 2**30."""
     max_line_bytes: int = 64 << 20
-    """Longest line read, without its newline. 1 to 2**30."""
+    """Longest line, row or whole file that is a document, without its newline. 1 to 2**30."""
     strict: bool = False
-    """Raise InputError on the first bad line instead of rejecting it."""
+    """Raise InputError on the first bad document instead of rejecting it."""
 
     def __post_init__(self) -> None:
         for name in ("block_bytes", "block_documents", "max_line_bytes"):
             if not 1 <= getattr(self, name) <= _MAX_BYTES:
                 raise UsageError(f"{name} must be from 1 to {_MAX_BYTES}, found {getattr(self, name)}.")
-        fields = (self.id_field, self.text_field, *self.metadata)
-        if unusable := [field for field in fields if _UNUSABLE.search(field)]:
+        texts = self.texts.fields if self.texts else (self.text_field,)
+        if unusable := [field for field in (self.id_field, *texts, *self.metadata) if _UNUSABLE.search(field)]:
             raise UsageError(f"The field name {unusable[0]!r} holds a quote, a backslash or a control character.")
+        fields = (self.id_field, *(() if self.texts else texts), *self.metadata)
         if repeated := [field for index, field in enumerate(fields) if field in fields[:index]]:
             raise UsageError(f"The field {repeated[0]!r} is used twice among id, text and metadata.")
         if taken := [field for field in self.metadata if field in _COLUMNS]:
             raise UsageError(f"The metadata field {taken[0]!r} has the name of a column that every document has.")
 
+    @cached_property
+    def texts(self) -> Template | None:
+        """The parsed template."""
+        return None if self.template is None else Template.parse(self.template)
+
+    @property
+    def types(self) -> tuple[pa.DataType, ...]:
+        """One type for each metadata field."""
+        return self.metadata_types or (METADATA_TYPE,) * len(self.metadata)
+
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A non-blank line that gave no document."""
+    """A non-blank line, a row, or a whole file that gave no document."""
 
     ordinal: int
     line: int
-    """1-based number of the physical line."""
+    """1-based number of the physical line, of the row in a table, of the element in a JSON array."""
     id: str | None
     code: DocumentErrorCode
     message: str
     """One clause without a full stop."""
+    file: str | None = None
+    """The file it lies in, where the corpus has several."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusBlock:
-    """Consecutive lines of the input: `documents` + `rejects` + `duplicates` are its non-blank lines, each once."""
+    """Consecutive lines or rows of the input: `documents` + `rejects` + `duplicates` are those that are not blank."""
 
     documents: pa.RecordBatch
     """`document_schema(options)`, ordinals ascending; may have no rows."""
@@ -82,6 +102,6 @@ def document_schema(options: ReadOptions) -> pa.Schema:
             pa.field("id", pa.string(), nullable=False),
             pa.field("ordinal", pa.int64(), nullable=False),
             pa.field("text", pa.string(), nullable=False),
-            *(pa.field(name, pa.string()) for name in options.metadata),
+            *map(pa.field, options.metadata, options.types),
         ]
     )

@@ -1,76 +1,231 @@
-"""Opening a corpus, and telling one corpus from another."""
+"""A corpus: the files that a command's sources name, in a fixed order, and what tells one corpus from another."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from glob import glob, has_magic
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from embedq_schemas.errors import InputError
 
-_SAMPLE_BYTES = 64 * 1024
-#: No JSON line starts like these; every line of such a file would become an error row.
-_OTHER_FORMATS = {
-    b"\x1f\x8b": "compressed with gzip",
-    b"BZh": "compressed with bzip2",
-    b"\xfd7zXZ": "compressed with xz",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"PK\x03\x04": "a zip archive",
-    b"PAR1": "Parquet",
-    b"ARROW1": "an Arrow file",
-    b"\xff\xfe": "text in UTF-16",
-    b"\xfe\xff": "text in UTF-16",
-}
+from .damage import DamagedFileError
+from .formats import HEAD_BYTES, Format, of_content, of_name
+from .places import LocalFile, Place, RemoteFile, Stream, remote_filesystem, standard_input
+from .streams import ByteStream
+
+_MAX_STATE_BYTES = 64 << 20
 
 
-def open_corpus(path: Path) -> BinaryIO:
-    """Open a corpus for reading bytes; raises InputError with one sentence if that is impossible."""
-    try:
-        if path.is_dir():
-            raise InputError(f"The corpus {path} is a directory; name one JSONL file.")
-        return path.open("rb")
-    except FileNotFoundError as error:
-        raise InputError(f"The corpus {path} does not exist.") from error
-    except PermissionError as error:
-        raise InputError(f"The corpus {path} may not be read by this user (permission denied).") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"The corpus {str(path)!r} cannot be opened: {describe_os_error(error)}.") from error
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a corpus."""
+
+    place: Place
+    label: str
+    """Its name within the corpus: the path below the directory that was given, else as given."""
+    format: Format | None
+    """None: its first bytes and its name tell."""
+    size: int | None
+    mark: str
+    """Changes with the content, together with `size`."""
+
+    @property
+    def name(self) -> str:
+        """As a person calls it."""
+        return self.place.name
+
+    def check_unchanged(self) -> None:
+        """Raise InputError if it is not what it was when the corpus was put together."""
+        size, mark = self.place.stamp()
+        if size != self.size:
+            raise InputError(
+                f"The corpus {self.name} was changed during the run: it had {self.size} bytes, and has {size} now; "
+                "a corpus must stay as it is until its run is complete."
+            )
+        if mark != self.mark:
+            raise InputError(
+                f"The corpus {self.name} was changed during the run: it has another modification time; "
+                "a corpus must stay as it is until its run is complete."
+            )
 
 
-def read_some(stream: BinaryIO, size: int, name: str) -> bytes:
-    """At most `size` bytes, none at the end only; raises InputError if the read fails or would have to wait."""
-    try:
-        data: bytes | None = stream.read(size)
-    except OSError as error:
-        raise InputError(f"The corpus {name} cannot be read: {describe_os_error(error)}.") from error
-    if data is None:
-        # To take this for the end would lose the rest of the corpus without a word.
-        raise InputError(f"The corpus {name} is a non-blocking stream; open it in blocking mode.")
-    return data
+@dataclass(frozen=True)
+class Corpus:
+    """Files in the order in which they are read."""
+
+    files: tuple[SourceFile, ...]
+    left_out: tuple[str, ...] = ()
+    """Files of the given directories that are of no known format."""
+
+    @cached_property
+    def identity(self) -> str:
+        """A stable name for the content, to refuse resuming a run with another input.
+
+        That of its only file, or a digest of those of all its files in their order: constant cost for each file. Names
+        do not count. Raises InputError if a file cannot be read.
+        """
+        if len(self.files) == 1:
+            return self.files[0].place.identity()
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.place.identity()}\n".encode())
+        return f"{len(self.files)}-files-{digest.hexdigest()}"
+
+    @property
+    def name(self) -> str:
+        """For one sentence about the whole."""
+        if len(self.files) == 1:
+            return self.files[0].name
+        return f"of {len(self.files)} files from {self.files[0].name} on" if self.files else "without files"
+
+    @property
+    def local_paths(self) -> tuple[Path, ...]:
+        """Files of this machine."""
+        return tuple(file.place.path for file in self.files if file.place.path is not None)
 
 
-def describe_os_error(error: OSError | ValueError) -> str:
-    """The system's own words without errno and path, to be put into a sentence."""
-    return (getattr(error, "strerror", None) or str(error)).lower()
+def open_corpus(sources: Sequence[str | Path], format: Format | None = None) -> Corpus:
+    """The corpus that `sources` name, in their order.
+
+    Args:
+        sources: files, directories (their files in the order of their paths, without hidden ones and those that begin
+            with an underscore), saved Hugging Face datasets, globs, URLs that fsspec knows, or `-` for standard input.
+        format: what all files hold. None: each file's name or its first bytes say so, and files of a directory that
+            are of no known format are left out.
+
+    Raises:
+        InputError: a source does not exist, cannot be read, or holds no file.
+        UsageError: a URL needs a package that is not installed.
+    """
+    files: list[SourceFile] = []
+    left_out: list[str] = []
+    for source in map(str, sources):
+        found = list(_files_of(source, format))
+        known = [file for file in found if not isinstance(file, str)]
+        left_out += [file for file in found if isinstance(file, str)]
+        if not known:
+            raise InputError(f"The corpus {source} holds no file of a known format; name the files, or give --format.")
+        files += known
+    return Corpus(tuple(files), tuple(left_out))
+
+
+def corpus_of_stream(stream: BinaryIO, name: str, format: Format | None = None) -> Corpus:
+    """A corpus that is read from an open stream of bytes, once."""
+    return Corpus((_source(Stream(stream, name), name, format),))
 
 
 def corpus_identity(path: Path) -> str:
-    """A stable name for the content of a corpus file, to refuse resuming a run with another input.
+    """`Corpus.identity` of one path."""
+    return open_corpus([path]).identity
 
-    `<size in bytes>-<SHA-256 of the first and the last 64 KiB, hex>`: constant cost for any size. It does not see an
-    edit that keeps the size and lies outside both samples. Raises InputError if the file cannot be read or is a pipe.
-    """
-    # Asked before opening, because opening a pipe waits for its writer.
-    if path.is_fifo():
-        raise InputError(f"The corpus {path} is a pipe, so a run over it could not be resumed.")
-    with open_corpus(path) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        head = read_some(stream, _SAMPLE_BYTES, str(path))
-        digest = hashlib.sha256(head)
-        stream.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(read_some(stream, _SAMPLE_BYTES, str(path)))
-    for magic, kind in _OTHER_FORMATS.items():
-        if head.startswith(magic):
-            raise InputError(f"The corpus {path} is {kind}, not JSON lines in UTF-8; convert it first.")
-    return f"{size}-{digest.hexdigest()}"
+
+def _files_of(source: str, format: Format | None) -> Iterator[SourceFile | str]:
+    """The files of one source; a name alone for a file of no known format."""
+    if source == "-":
+        yield _source(standard_input(), "-", format)
+    elif "://" in source:
+        yield from _remote_files(source, format)
+    elif os.path.isdir(source):
+        yield from _directory_files(Path(source), format)
+    elif has_magic(source) and not os.path.lexists(source):
+        matches = sorted(glob(source, recursive=True))
+        if not matches:
+            raise InputError(f"The corpus {source} matches no file.")
+        for match in matches:
+            if os.path.isfile(match):
+                yield _source(LocalFile(Path(match)), match, format)
+    else:
+        yield _source(LocalFile(Path(source)), source, format)
+
+
+def _source(place: Place, label: str, format: Format | None) -> SourceFile:
+    return SourceFile(place, label, format, *place.stamp())
+
+
+def _directory_files(folder: Path, format: Format | None) -> Iterator[SourceFile | str]:
+    if (saved := _saved_dataset(folder)) is not None:
+        for path in saved:
+            yield _source(LocalFile(path), str(path.relative_to(folder)), Format.ARROW)
+        return
+    paths = []
+    for base, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        paths += [Path(base, name) for name in names if not name.startswith((".", "_"))]
+    for path in sorted(paths, key=lambda path: path.relative_to(folder).parts):
+        if path.is_file():
+            label = str(path.relative_to(folder))
+            yield from _if_known(LocalFile(path), label, format)
+
+
+def _if_known(place: Place, label: str, format: Format | None) -> Iterator[SourceFile | str]:
+    known = format or of_name(label) or _format_inside(place)
+    yield place.name if known is None else _source(place, label, format)
+
+
+def _format_inside(place: Place) -> Format | None:
+    with place.peek() as raw:
+        try:
+            return of_content(ByteStream(raw, place.name).head(HEAD_BYTES))
+        except DamagedFileError:
+            # It is read, so that its damage becomes an error row.
+            return Format.JSONL
+
+
+def _saved_dataset(folder: Path) -> list[Path] | None:
+    """The Arrow files of a dataset or of all splits that `datasets` saved to `folder`, in order; None elsewhere."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json(folder / "dataset_dict.json").get("splits")
+        if not isinstance(splits, list) or not all(isinstance(split, str) for split in splits):
+            raise InputError(f"The corpus {folder / 'dataset_dict.json'} names no splits.")
+        return [path for split in splits for path in _saved_dataset(folder / Path(split).name) or []]
+    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+        return None
+    state = _json(folder / "state.json")
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise InputError(
+            f"The corpus {folder} keeps its rows in an order of its own; call flatten_indices() before save_to_disk()."
+        )
+    try:
+        return [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
+    except (KeyError, TypeError):
+        raise InputError(f"The corpus {folder / 'state.json'} names no data files.") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MAX_STATE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"The corpus {path} cannot be read: {' '.join(str(error).split())[:200]}.") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _remote_files(url: str, format: Format | None) -> Iterator[SourceFile | str]:
+    filesystem, key = remote_filesystem(url)
+    scheme = url.partition("://")[0]
+
+    def at(found: str) -> RemoteFile:
+        return RemoteFile(filesystem, found, found if "://" in found else f"{scheme}://{found.lstrip('/')}")
+
+    try:
+        if has_magic(key):
+            keys, base = sorted(filesystem.glob(key)), None
+        elif filesystem.isdir(key) and not scheme.startswith("http"):
+            keys, base = sorted(filesystem.find(key)), key.rstrip("/") + "/"
+        else:
+            keys, base = [key], None
+    except Exception as error:  # the libraries behind fsspec each have exceptions of their own
+        raise InputError(f"The corpus {url} cannot be listed: {' '.join(str(error).split())[:200]}.") from error
+    if not keys:
+        raise InputError(f"The corpus {url} matches no file.")
+    for found in keys:
+        if base is None:
+            yield _source(at(found), at(found).name, format)
+        elif not any(part.startswith((".", "_")) for part in found.removeprefix(base).split("/")):
+            yield from _if_known(at(found), found.removeprefix(base), format)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 import msgspec
 import pyarrow as pa
 from embedq_schemas.errors import DocumentErrorCode
 
+from .blocks import ReadOptions
+from .json_values import json_column
 from .lines import is_utf8
 
 _CONTENT_ID_DIGITS = 32
@@ -24,6 +26,7 @@ _NULL = msgspec.Raw(b"null")
 _INTEGER = re.compile(rb"-?[0-9]+")
 _KINDS = {b'"': "a string", b"{": "an object", b"[": "a list", b"t": "a boolean", b"f": "a boolean", b"n": "null"}
 _decode_string = msgspec.json.Decoder(str).decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class BadLineError(Exception):
@@ -39,21 +42,31 @@ class BadLineError(Exception):
 class DocumentParser:
     """Decodes lines into rows: `id` (str, int or None), `text` (str) and one msgspec.Raw per metadata field."""
 
-    def __init__(self, id_field: str, text_field: str, metadata: Sequence[str]) -> None:
-        self.id_field = id_field
-        self.text_field = text_field
-        self.metadata = tuple(metadata)
-        self._attributes = tuple(f"metadata_{index}" for index in range(len(metadata)))
-        rename = {"id": id_field, "text": text_field, **dict(zip(self._attributes, metadata, strict=True))}
-        extra = [(attribute, msgspec.Raw, _NULL) for attribute in self._attributes]
+    def __init__(self, options: ReadOptions) -> None:
+        self.id_field = options.id_field
+        self.text_field = options.text_field
+        self._template = options.texts
+        self._metadata = tuple(zip(options.metadata, options.types, strict=True))
+        self.attributes = tuple(f"metadata_{index}" for index in range(len(options.metadata)))
+        extra = [(attribute, msgspec.Raw, _NULL) for attribute in self.attributes]
+        rename = dict(zip(self.attributes, options.metadata, strict=True))
+        texts = self._template.fields if self._template else (options.text_field,)
+        fields = (options.id_field, *texts, *options.metadata)
+        if self._template is None and not any("." in field for field in fields):
+            rename |= {"id": options.id_field, "text": options.text_field}
+            raw_fields = [("text", msgspec.Raw, _NULL), ("id", msgspec.Raw, _NULL), *extra]
+            raw_row = msgspec.defstruct("RawRow", raw_fields, rename=rename, gc=False)
+            self._decode_raw: Callable[[bytes], Any] = msgspec.json.Decoder(raw_row).decode
+            self._fields: tuple[str, ...] = ()
+        else:
+            rename = {}
+            self._decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+            self._fields = fields
         given_id = Annotated[str, msgspec.Meta(min_length=1)] | int | None
         # gc=False: a row holds no containers, so there is nothing in it for the collector to find.
         self._row = msgspec.defstruct("Row", [("text", str), ("id", given_id, None), *extra], rename=rename, gc=False)
-        raw_fields = [("text", msgspec.Raw, _NULL), ("id", msgspec.Raw, _NULL), *extra]
-        raw_row = msgspec.defstruct("RawRow", raw_fields, rename=rename, gc=False)
-        self.decode = msgspec.json.Decoder(self._row).decode
-        """The fast road: line (bytes) to row; raises msgspec.DecodeError or RecursionError."""
-        self._decode_raw = msgspec.json.Decoder(raw_row).decode
+        self.decode = self.examine if self._fields else msgspec.json.Decoder(self._row).decode
+        """The fast road: line (bytes) to row; raises msgspec.DecodeError, RecursionError or BadLineError."""
 
     def examine(self, line: bytes) -> Any:
         """The slow road, for a line that `decode` refused: a row, or BadLineError with the reason."""
@@ -69,10 +82,35 @@ class DocumentParser:
                 raise BadLineError(DocumentErrorCode.INVALID_UTF8, message) from None
             reason = str(error).removeprefix("JSON is malformed: ").lower()
             raise BadLineError(DocumentErrorCode.INVALID_JSON, f"the line is not valid JSON: {reason}") from None
-        document_id = self._id(bytes(raw.id))
-        text = self._text(bytes(raw.text), document_id)
-        metadata = {attribute: getattr(raw, attribute) for attribute in self._attributes}
-        return self._row(text=text, id=document_id, **metadata)
+        if self._fields:
+            values = {field: bytes(_find(raw, field)) for field in self._fields}
+            metadata = [msgspec.Raw(values[name]) for name, _ in self._metadata]
+            document_id = self._id(values[self.id_field])
+            text = (
+                self._made_text(values, document_id)
+                if self._template
+                else self._text(values[self.text_field], document_id)
+            )
+        else:
+            metadata = [getattr(raw, attribute) for attribute in self.attributes]
+            document_id = self._id(bytes(raw.id))
+            text = self._text(bytes(raw.text), document_id)
+        return self._row(text=text, id=document_id, **dict(zip(self.attributes, metadata, strict=True)))
+
+    def _made_text(self, values: Mapping[str, bytes], document_id: str | None) -> str:
+        assert self._template is not None
+        if all(values[field] == b"null" for field in self._template.fields):
+            message = f"the fields of the template are all missing or null: {', '.join(self._template.fields)}"
+            raise BadLineError(DocumentErrorCode.MISSING_TEXT, message, document_id=document_id)
+        parts = []
+        for literal, field in self._template.parts:
+            parts.append(literal)
+            source = values[field] if field is not None else b"null"
+            if source[:1] in (b"{", b"["):
+                message = f"the text field {field!r} must be a string, a number or a boolean, found {_kind(source)}"
+                raise BadLineError(DocumentErrorCode.INVALID_TEXT, message, document_id=document_id)
+            parts.append(_metadata_value(msgspec.Raw(source)) or "")
+        return "".join(parts)
 
     def _id(self, source: bytes) -> str | None:
         if source == b"null":
@@ -97,12 +135,60 @@ class DocumentParser:
             code = DocumentErrorCode.INVALID_TEXT
         raise BadLineError(code, message, document_id=document_id)
 
-    def metadata_columns(self, rows: Sequence[Any]) -> list[pa.StringArray]:
-        """One string column [n] per metadata field: strings as they are, null and missing as null, else JSON source."""
-        return [
-            pa.array([_metadata_value(getattr(row, attribute)) for row in rows], pa.string())
-            for attribute in self._attributes
-        ]
+    def metadata_columns(self, rows: Sequence[Any]) -> tuple[list[pa.Array], dict[int, str]]:
+        """One column [n] per metadata field, null where a value is null, missing or unfit; and by row what is unfit."""
+        columns: list[pa.Array] = []
+        unfit: dict[int, str] = {}
+        for attribute, (name, kind) in zip(self.attributes, self._metadata, strict=True):
+            raws = [getattr(row, attribute) for row in rows]
+            if kind == pa.string():
+                columns.append(pa.array([_metadata_value(raw) for raw in raws], kind))
+                continue
+            column, bad = json_column(raws, kind)
+            columns.append(column)
+            for row in bad:
+                found = _kind(bytes(raws[row]))
+                unfit.setdefault(row, f"the metadata field {name!r} is of type {kind} in this run, found {found}")
+        return columns, unfit
+
+
+class LineParser:
+    """Takes a line as a text, without an id."""
+
+    class _Row(msgspec.Struct, gc=False):
+        text: str
+        id: None = None
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._types = options.types
+
+    def decode(self, line: bytes) -> Any:
+        """Line (UTF-8) to row."""
+        return self._Row(line.removesuffix(b"\r").decode())
+
+    examine = decode
+
+    def metadata_columns(self, rows: Sequence[Any]) -> tuple[list[pa.Array], dict[int, str]]:
+        """All null: a line has no fields."""
+        return [pa.nulls(len(rows), kind) for kind in self._types], {}
+
+
+Parser = DocumentParser | LineParser
+
+
+def _find(fields: Mapping[str, msgspec.Raw], name: str) -> msgspec.Raw:
+    """The value of a field of that very name, else of the path that its dots make; null where there is none."""
+    if (found := fields.get(name)) is not None:
+        return found
+    head, dot, rest = name.partition(".")
+    while dot:
+        inner = fields.get(head)
+        if inner is not None and bytes(inner)[:1] == b"{":
+            return _find(_decode_object(inner), rest)
+        # A name with dots of its own may lead into an object too.
+        more, dot, rest = rest.partition(".")
+        head = f"{head}.{more}"
+    return _NULL
 
 
 def document_ids(rows: Sequence[Any]) -> tuple[pa.StringArray, set[int]]:

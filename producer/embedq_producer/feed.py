@@ -17,9 +17,10 @@ from embedq_schemas.job import encode_job
 from embedq_schemas.run import RunSpec, RunStatus
 
 from embedq_producer.blocks import CorpusBlock, ReadOptions
-from embedq_producer.jsonl import read_jsonl
+from embedq_producer.corpus import Corpus, open_corpus
 from embedq_producer.ordinals import NOTHING_DONE, OrdinalSet
 from embedq_producer.position import START, Position
+from embedq_producer.reader import read_corpus
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Stopped(Exception):
 def feed(
     registry: Registry,
     spec: RunSpec,
-    corpus: Path,
+    corpus: Corpus | Path,
     options: ReadOptions,
     settings: BrokerSettings,
     *,
@@ -58,6 +59,7 @@ def feed(
     again at any moment: the position moves in the same step that adds a job.
 
     Args:
+        corpus: what to send; a path is `open_corpus` of it.
         skip_duplicate_ids: a document whose id occurred before is counted as skipped; False makes it an error row.
         done: ordinals whose outcome the registry counts already; they are counted in and not sent.
         stopping: asked before each job; True returns early, with the input still open.
@@ -70,6 +72,8 @@ def feed(
         RunNotFoundError: the registry lost the run.
     """
     on_full = _once(on_full)
+    if isinstance(corpus, Path):
+        corpus = open_corpus([corpus])
     while True:
         state = registry.state(spec.run)
         if state.input_closed:
@@ -99,7 +103,7 @@ def feed(
 def _feed_from(
     registry: Registry,
     spec: RunSpec,
-    corpus: Path,
+    corpus: Corpus,
     options: ReadOptions,
     settings: BrokerSettings,
     recorded: str,
@@ -108,8 +112,7 @@ def _feed_from(
     stopping: Callable[[], bool],
     on_full: Callable[[str], None],
 ) -> None:
-    position = Position.from_json(recorded) if recorded else START
-    for block in read_jsonl(corpus, options=options, start=position):
+    for block in read_corpus(corpus, options=options, start=_position(recorded)):
         if stopping():
             return
         if skip_duplicate_ids:
@@ -145,7 +148,15 @@ def _send(
     """Send one block, waiting while the queue is full. Returns the new position, '' if asked to stop."""
     position = block.end.to_json()
     dead = [
-        DeadLetter(id=r.id, ordinal=r.ordinal, line=r.line, stage=Stage.PRODUCE, code=r.code, message=clip(r.message))
+        DeadLetter(
+            id=r.id,
+            ordinal=r.ordinal,
+            line=r.line,
+            file=None if r.file is None else clip(r.file),
+            stage=Stage.PRODUCE,
+            code=r.code,
+            message=clip(r.message),
+        )
         for r in block.rejects
         if r.ordinal not in done
     ]
@@ -180,8 +191,8 @@ def _send(
         wait_s = min(wait_s * 2, _MOST_WAIT_S)
 
 
-def _offset(recorded: str) -> int:
-    return Position.from_json(recorded).byte_offset if recorded else 0
+def _position(recorded: str) -> Position:
+    return Position.from_json(recorded) if recorded else START
 
 
 def _fullness(detail: str) -> str:
@@ -201,7 +212,7 @@ def _once(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 def _check(spec: RunSpec, sent: Enqueued, expected: str) -> None:
     if sent.outcome is EnqueueOutcome.FENCED:
-        if _offset(sent.detail) < _offset(expected):
+        if _position(sent.detail) < _position(expected):
             raise _RolledBackError
         raise RunConflictError(f"another producer is feeding run {spec.run}")
     if sent.outcome is EnqueueOutcome.STOPPED:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
-from .corpus import read_some
+from .streams import ByteStream
 
 # Small enough that lines are still in the processor's cache when they are decoded: a third faster than 1 MiB.
 READ_BYTES = 1 << 17
@@ -27,27 +26,23 @@ class LineBatch:
     dropped_bytes: int = 0
     """If not 0: `lines` is one empty stand-in for a line of this size, above the bound, that was not kept."""
 
+    def split(self, count: int) -> tuple[LineBatch, LineBatch]:
+        """The first `count` lines and the others; either may be none. `valid_utf8` may be false for valid ones."""
+        if count >= len(self.lines):
+            return self, replace(self, lines=[])
+        return replace(self, lines=self.lines[:count], terminated=True), replace(self, lines=self.lines[count:])
 
-def split_lines(
-    stream: BinaryIO,
-    *,
-    name: str,
-    max_line_bytes: int,
-    head: bytes = b"",
-    stop_after: int | None = None,
-    read_bytes: int = READ_BYTES,
-) -> Iterator[LineBatch]:
-    """Lines of `head` and then of `stream`, in order, until the end or until `stop_after` bytes of both.
+
+def split_lines(stream: ByteStream, *, max_line_bytes: int, read_bytes: int = READ_BYTES) -> Iterator[LineBatch]:
+    """Lines of `stream`, in order, until its end.
 
     Holds at most `max_line_bytes` and one read of an unfinished line; a longer one is dropped while it is read. A batch
     may still hold a complete line above the bound (where one read is larger than the bound): the caller measures.
-    Raises InputError as `read_some` does.
+    Raises InputError and DamagedFileError as `ByteStream.read` does.
     """
     parts: list[bytes] = []
     held = 0
-    chunk = head
-    remaining = None if stop_after is None else stop_after - len(head)
-    while True:
+    while chunk := stream.read(read_bytes):
         lines = chunk.split(b"\n")
         rest = lines.pop()
         if lines:
@@ -69,12 +64,6 @@ def split_lines(
             parts.append(rest)
         else:
             parts.clear()
-        wanted = read_bytes if remaining is None else min(read_bytes, remaining)
-        chunk = read_some(stream, wanted, name) if wanted > 0 else b""
-        if remaining is not None:
-            remaining -= len(chunk)
-        if not chunk:
-            break
     if held > max_line_bytes:
         yield LineBatch([b""], valid_utf8=True, terminated=False, dropped_bytes=held)
     elif held:

@@ -8,19 +8,21 @@ from typing import Self
 
 from embedq_schemas.errors import CodecError
 
-_FIELDS = ("byte_offset", "line", "ordinal")
+_FIELDS = ("file", "offset", "line", "ordinal")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """How much of the input lies before this point. Always at the start of a line or at the end of the input."""
+    """How much of the corpus lies before this point. Always between two documents, or at the end of a file."""
 
-    byte_offset: int
-    """Bytes before this point, a byte order mark included."""
+    file: int
+    """Files of the corpus before the one this point lies in."""
+    offset: int
+    """Bytes of this file before this point, decompressed, a byte order mark included; rows where it is a table."""
     line: int
-    """Physical lines before this point, blank ones included; the next line's 1-based number is `line + 1`."""
+    """Lines, elements or rows of this file before this point, blank ones included; the next one is `line + 1`."""
     ordinal: int
-    """Non-blank lines before this point; the next one takes this ordinal."""
+    """Documents of all files before this point, bad ones included; the next one takes this ordinal."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -29,7 +31,7 @@ class Position:
                 raise CodecError(f"A corpus position's {name} must be an integer >= 0, found {value!r}.")
 
     def to_json(self) -> str:
-        """One JSON object with the three fields, without whitespace; `from_json` is its inverse."""
+        """One JSON object with the four fields, without whitespace; `from_json` is its inverse."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -44,4 +46,4 @@ class Position:
         return cls(**fields)
 
 
-START = Position(byte_offset=0, line=0, ordinal=0)
+START = Position(file=0, offset=0, line=0, ordinal=0)

@@ -27,8 +27,10 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     code: DocumentErrorCode
     message: str
     id: str | None = None
-    #: 1-based line of the input, where the input has lines.
+    #: 1-based line of the input; its row or element where it has no lines.
     line: int | None = None
+    #: File of the input, where it has several.
+    file: str | None = None
 
     def encode(self) -> bytes:
         """One JSON object without a newline."""

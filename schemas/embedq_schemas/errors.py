@@ -173,11 +173,13 @@ class DocumentErrorCode(StrEnum):
 
     INVALID_JSON = "invalid_json"  # the line is not one JSON object
     INVALID_UTF8 = "invalid_utf8"  # the line is not UTF-8, or escapes a lone surrogate
-    LINE_TOO_LONG = "line_too_long"  # the line exceeds max_line_bytes
+    LINE_TOO_LONG = "line_too_long"  # the line, row or file exceeds max_line_bytes
     MISSING_TEXT = "missing_text"  # no text field, or it is null
     INVALID_TEXT = "invalid_text"  # the text is not a string
     INVALID_ID = "invalid_id"  # the id is neither a string nor an integer
     INVALID_METADATA = "invalid_metadata"  # a kept metadata column has a value its type cannot hold
+    INVALID_ROW = "invalid_row"  # the row of a CSV file has another number of fields than its header, or broken quotes
+    UNREADABLE_FILE = "unreadable_file"  # this file, or the rest of it, is damaged; stands for all its documents
     DUPLICATE_ID = "duplicate_id"  # an earlier document of this run has this id
     INVALID_JOB = "invalid_job"  # the job entry does not decode
     INVALID_BATCH = "invalid_batch"  # the token batch entry does not decode

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from embedq_schemas.errors import CodecError, UnsupportedVersionError
+from embedq_schemas.metadata_type import is_metadata_type
 from embedq_schemas.names import SCHEMA_VERSION
 
 KIND = b"embedq.kind"
@@ -22,7 +23,7 @@ MAX_BATCH_BYTES = 1 << 30
 _INVALID = (pa.ArrowException, ValueError, TypeError, OSError, MemoryError, OverflowError, KeyError, struct.error)
 
 METADATA_TYPE = pa.string()
-"""Type of every kept metadata column in this version."""
+"""Type of a metadata column where the run names no other."""
 
 
 def encode(batch: pa.RecordBatch, kind: str, **metadata: str) -> memoryview:
@@ -45,7 +46,7 @@ def decode(
         payload: an Arrow IPC stream with one record batch.
         kind: the `embedq.kind` its schema must carry.
         alternatives: required columns, in order, none of whose values may be null; the first set whose names match.
-        free: whether further columns of `METADATA_TYPE` may follow.
+        free: whether metadata columns may follow, of types that `is_metadata_type` allows.
 
     Raises:
         UnsupportedVersionError: a newer major version.
@@ -126,5 +127,5 @@ def _check_schema(schema: pa.Schema, kind: str, columns: Mapping[str, pa.DataTyp
         if schema.field(name).type != expected:
             raise CodecError(f"{kind}: column {name} is {schema.field(name).type}, expected {expected}")
     for field in list(schema)[len(columns) :]:
-        if not free or field.type != METADATA_TYPE:
+        if not free or not is_metadata_type(field.type):
             raise CodecError(f"{kind}: unexpected column {field.name} of type {field.type}")

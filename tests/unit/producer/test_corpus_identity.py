@@ -32,9 +32,10 @@ def test_another_size_beginning_or_end_is_another_identity(tmp_path: Path, size:
 
 def test_what_has_no_identity_is_one_sentence(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").mkdir()
     for path, reason in [
         (tmp_path / "absent", "does not exist"),
-        (tmp_path, "is a directory"),
+        (tmp_path / "empty", "holds no file"),
         (tmp_path / "pipe", "is a pipe"),
     ]:
         with pytest.raises(InputError, match=reason):

@@ -81,13 +81,13 @@ def test_crlf_and_blank_lines_take_line_numbers_but_no_ordinals() -> None:
         {"id": "3", "ordinal": 2, "text": "c"},
     ]
     assert [(reject.ordinal, reject.line, reject.id) for reject in block.rejects] == [(1, 6, "2")]
-    assert (block.end.byte_offset, block.end.line, block.end.ordinal) == (len(data), 8, 3)
+    assert (block.end.offset, block.end.line, block.end.ordinal) == (len(data), 8, 3)
 
 
 def test_the_last_line_needs_no_newline() -> None:
     with_newline, without = blocks_of(GOOD + b"\n"), blocks_of(GOOD)
     assert with_newline[0].documents == without[0].documents
-    assert (with_newline[0].end.byte_offset, without[0].end.byte_offset) == (len(GOOD) + 1, len(GOOD))
+    assert (with_newline[0].end.offset, without[0].end.offset) == (len(GOOD) + 1, len(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_line_above_the_bound_and_longer_than_many_reads_is_skipped(end: bytes
     assert (reject.ordinal, reject.line, reject.code) == (1, 2, DocumentErrorCode.LINE_TOO_LONG)
     assert "1000000 bytes" in reject.message
     assert len(documents_of(data, options)) == (2 if GOOD in end else 1)
-    assert blocks_of(data, options)[-1].end.byte_offset == len(data)
+    assert blocks_of(data, options)[-1].end.offset == len(data)
 
 
 def test_a_line_of_fifty_megabytes_is_a_document_of_its_own_block() -> None:

@@ -8,9 +8,9 @@ from embedq_schemas.errors import CodecError
 
 
 def test_a_position_survives_json() -> None:
-    for position in (START, Position(2**60, 2**55, 2**54)):
+    for position in (START, Position(2**20, 2**60, 2**55, 2**54)):
         assert Position.from_json(position.to_json()) == position
-    assert START.to_json() == '{"byte_offset":0,"line":0,"ordinal":0}'
+    assert START.to_json() == '{"file":0,"offset":0,"line":0,"ordinal":0}'
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,14 @@ def test_a_position_survives_json() -> None:
     [
         "",
         "null",
-        "[0, 0, 0]",
-        '{"byte_offset": 0, "line": 0}',
-        '{"byte_offset": 0, "line": 0, "ordinal": 0, "more": 0}',
-        '{"byte_offset": -1, "line": 0, "ordinal": 0}',
-        '{"byte_offset": 1.0, "line": 0, "ordinal": 0}',
-        '{"byte_offset": true, "line": 0, "ordinal": 0}',
-        '{"byte_offset": "0", "line": 0, "ordinal": 0}',
+        "[0, 0, 0, 0]",
+        '{"file": 0, "offset": 0, "line": 0}',
+        '{"byte_offset": 0, "line": 0, "ordinal": 0}',
+        '{"file": 0, "offset": 0, "line": 0, "ordinal": 0, "more": 0}',
+        '{"file": 0, "offset": -1, "line": 0, "ordinal": 0}',
+        '{"file": 0, "offset": 1.0, "line": 0, "ordinal": 0}',
+        '{"file": 0, "offset": true, "line": 0, "ordinal": 0}',
+        '{"file": 0, "offset": "0", "line": 0, "ordinal": 0}',
         "[" * 100_000,
     ],
 )
