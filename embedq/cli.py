@@ -79,7 +79,13 @@ def _embedq(
     """Options before a command."""
 
 
-Corpus = Annotated[Path, typer.Argument(help="JSONL file: one JSON object a line, with a text and perhaps an id.")]
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Files, directories, globs, URLs, or - for standard input: JSONL, JSON, CSV, Parquet, Arrow, text.",
+    ),
+]
 RunName = Annotated[str, typer.Argument(help="A run's name, or the output directory of `embedq run`.")]
 OptionalRunName = Annotated[
     str | None, typer.Argument(help="A run's name, or the output directory of `embedq run`. Without it: all runs.")
@@ -107,7 +113,7 @@ class _Stop:
 
 @app.command(cls=HelpfulCommand)
 @with_options(RunOptions)
-def run(corpus: Corpus, options: RunOptions) -> int:
+def run(sources: Sources, options: RunOptions) -> int:
     """Embed a corpus into a Parquet dataset on this machine; the same command again resumes it."""
     from embedq.run import exit_status, run_corpus
 
@@ -116,7 +122,7 @@ def run(corpus: Corpus, options: RunOptions) -> int:
     stop = _Stop()
     started = time.monotonic()
     with display.RunProgress(err) as progress:
-        state = run_corpus(corpus, options, stopping=stop, on_progress=progress.show, on_note=progress.note)
+        state = run_corpus(sources, options, stopping=stop, on_progress=progress.show, on_note=progress.note)
     seconds = time.monotonic() - started if progress.shown else None
     _say(out, display.summary(state, seconds, progress.tokens_before or 0))
     if state.error:
@@ -128,12 +134,12 @@ def run(corpus: Corpus, options: RunOptions) -> int:
 
 @app.command(cls=HelpfulCommand)
 @with_options(ProduceOptions)
-def produce(corpus: Corpus, options: ProduceOptions) -> int:
+def produce(sources: Sources, options: ProduceOptions) -> int:
     """Send a corpus to the queue for workers elsewhere; the same command again resumes it."""
     from embedq.produce import produce_corpus
 
     out, err = display.consoles()
-    state, status = produce_corpus(corpus, options, stopping=_Stop(), on_note=lambda note: _say(err, note))
+    state, status = produce_corpus(sources, options, stopping=_Stop(), on_note=lambda note: _say(err, note))
     _say(out, f"run {state.spec.run}: {state.counters.input:,} documents sent, status {state.status}")
     if state.error:
         _say(err, f"error: run_failed: {state.error}")
@@ -238,6 +244,7 @@ def _print_errors(letters: Iterable[DeadLetter], options: ErrorsOptions) -> None
             print(letter.encode().decode())
         else:
             where = f"line {letter.line}" if letter.line else f"document {letter.ordinal}"
+            where = f"{letter.file}, {where}" if letter.file else where
             print(where, letter.id or "-", letter.stage, letter.code, letter.message, sep="\t")
 
 

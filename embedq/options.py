@@ -5,21 +5,30 @@ doors to these fields; a flag wins over a variable, a variable over the file.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
+import re
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import pyarrow as pa
 from embedq_broker.keys import check_queue_name
 from embedq_broker.metrics_server import serve_metrics
 from embedq_broker.settings import BrokerSettings
 from embedq_producer.blocks import ReadOptions
+from embedq_producer.corpus import Corpus, open_corpus
+from embedq_producer.formats import Format
+from embedq_producer.reader import metadata_types
+from embedq_producer.template import Template
 from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, TruncationSide
 from embedq_schemas.errors import UsageError
+from embedq_schemas.metadata_type import parse_metadata_type
 from embedq_schemas.names import Lane
 from embedq_schemas.run import Durability
 from embedq_worker.checkpoint import Checkpoint
@@ -30,6 +39,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 ENV_PREFIX = "EMBEDQ_"
 TOML_FILE = "embedq.toml"
+# Names of types hold commas of their own: `timestamp[us, tz=UTC]`.
+_COMMA = re.compile(r",(?![^\[(<]*[\])>])")
 _OTHER_VARIABLES = ("EMBEDQ_FAULTS", "EMBEDQ_TEST_")
 """Variables read elsewhere: by the fault points and by the tests."""
 
@@ -69,7 +80,7 @@ class Options(BaseSettings):
         """Lists come from variables as comma-separated text."""
         annotation = cls.model_fields[info.field_name].annotation
         if isinstance(value, str) and _is_tuple(annotation):
-            return [part.strip() for part in value.split(",") if part.strip()]
+            return [part.strip() for part in _COMMA.split(value) if part.strip()]
         return value
 
     @classmethod
@@ -190,12 +201,24 @@ def _inherit(options: type[Options], base: type[Any], names: tuple[str, ...]) ->
 class CorpusOptions(Options):
     """How the corpus is read."""
 
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "files"] = Field(
+        "auto",
+        description="What the sources hold. auto: as each file's name and first bytes say; text: a document a line; "
+        "files: a document a file.",
+    )
     id_field: str = Field(
         "id", description="Field that holds a document's id; documents without one get an id made from their text."
     )
-    text_field: str = Field("text", description="Field that holds a document's text.")
+    text_field: str = Field("text", description="Field that holds a document's text; a dot leads into an object.")
+    template: str | None = Field(
+        None,
+        max_length=65536,
+        description="Text made of several fields, instead of --text: '{title} {body}'. A missing field is empty.",
+    )
     metadata: tuple[str, ...] = Field(
-        (), description="Field to keep as a column of the output; may be given several times."
+        (),
+        description="Field to keep as a column of the output, in its own type or in the one named after a colon "
+        "(score:double); may be given several times.",
     )
     strict: bool = Field(
         False, description="Stop at the first bad line instead of writing it to the errors and going on."
@@ -211,17 +234,54 @@ class CorpusOptions(Options):
         64 << 20, ge=1024, le=1 << 30, description="Longest line read, in bytes; a longer one becomes an error row."
     )
 
-    def read_options(self) -> ReadOptions:
-        """For the corpus reader."""
-        return ReadOptions(
+    @field_validator("template")
+    @classmethod
+    def _template(cls, source: str | None) -> str | None:
+        if source is not None:
+            try:
+                Template.parse(source)
+            except UsageError as error:
+                raise ValueError(str(error)) from None
+        return source
+
+    def open_corpus(self, sources: Sequence[str | Path]) -> Corpus:
+        """The files that `sources` name; raises InputError, UsageError."""
+        return open_corpus(sources, None if self.format == "auto" else Format(self.format))
+
+    def read_options(self, corpus: Corpus) -> ReadOptions:
+        """For the reader of `corpus`, whose first documents say what types metadata have; raises InputError."""
+        columns = [_named_type(column) for column in self.metadata]
+        options = ReadOptions(
             id_field=self.id_field,
             text_field=self.text_field,
-            metadata=self.metadata,
+            template=self.template,
+            metadata=tuple(name for name, _ in columns),
             block_bytes=self.job_bytes,
             block_documents=self.job_documents,
             max_line_bytes=self.max_line_bytes,
             strict=self.strict,
         )
+        found = metadata_types(corpus, options)
+        types = tuple(given or own for (_, given), own in zip(columns, found, strict=True))
+        return replace(options, metadata_types=types)
+
+    def corpus_identity(self, corpus: Corpus) -> str:
+        """What a run resumes with: the content, and how it is read."""
+        identity = f"{corpus.identity}:{self.id_field}:{self.text_field}"
+        if self.template is not None:
+            identity += ":" + hashlib.sha256(self.template.encode()).hexdigest()[:16]
+        return identity if self.format == "auto" else f"{identity}:{self.format}"
+
+
+def _named_type(column: str) -> tuple[str, pa.DataType | None]:
+    """`name:type` in its parts; a colon that no type follows belongs to the name."""
+    name, colon, kind = column.rpartition(":")
+    if colon:
+        try:
+            return name, parse_metadata_type(kind)
+        except ValueError:
+            pass
+    return column, None
 
 
 class EncodingFlags(Options):

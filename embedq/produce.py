@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import redis
@@ -14,42 +14,43 @@ from embedq_broker.connect import broker_errors, check_server, connect
 from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.liveness import heartbeats, model_facts
 from embedq_broker.registry import Registry
-from embedq_producer.corpus import corpus_identity
+from embedq_producer.blocks import ReadOptions
 from embedq_producer.feed import Stopped, feed
-from embedq_schemas.errors import InputError, OutputError, RunConflictError, RunIncompleteError, UsageError
+from embedq_schemas.errors import OutputError, RunConflictError, RunIncompleteError, UsageError
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus, StreamSink
 from embedq_worker.sinks.dataset import Dataset
 
 from embedq.options import ProduceOptions, usage_errors
-from embedq.run import exit_status
+from embedq.run import exit_status, left_out, metadata_type_names
 
 _FIRST_WORD_S = 3.0
 _NEXT_WORD_S = 15.0
 
 
 def produce_corpus(
-    corpus: Path,
+    sources: Sequence[str | Path],
     options: ProduceOptions,
     *,
     stopping: Callable[[], bool],
     on_note: Callable[[str], None],
 ) -> tuple[RunState, int]:
-    """Send `corpus` as a run, or go on with it. Returns (state, exit status).
+    """Send the documents of `sources` as a run, or go on with it. Returns (state, exit status).
 
     Raises:
         EmbedqError: with the leaf that says why it cannot go on; RunIncompleteError when told to stop.
     """
-    if not corpus.exists():
-        raise InputError(f"The corpus {corpus} does not exist.")
-    identity = f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}"
-    read_options = options.read_options()
+    corpus = options.open_corpus(sources)
+    read_options = options.read_options(corpus)
+    identity = options.corpus_identity(corpus)
+    if note := left_out(corpus):
+        on_note(note)
     client = connect(options.redis_url, role="producer")
     with broker_errors(options.redis_url), options.metrics(options.broker()):
         for warning in check_server(client, options.redis_url):
             on_note(warning)
         keys = Keys(options.queue)
         registry = Registry(client, keys)
-        wanted = _request(identity, options, model_facts(client, keys))
+        wanted = _request(identity, read_options, options, model_facts(client, keys))
         _check_dataset(wanted)
         spec = registry.create(wanted)
         if not spec.same_request(wanted):
@@ -133,7 +134,7 @@ def _check_dataset(wanted: RunSpec) -> None:
             raise OutputError(f"{wanted.sink.path} holds run {owner.run}; give another directory")
 
 
-def _request(identity: str, options: ProduceOptions, facts: dict[str, str]) -> RunSpec:
+def _request(identity: str, read_options: ReadOptions, options: ProduceOptions, facts: dict[str, str]) -> RunSpec:
     encoding = options.encoding(json.loads(facts.get("prompts", "{}")))
     dimension = int(facts.get("dimension", 0))
     if encoding.dimensions is not None and dimension and encoding.dimensions > dimension:
@@ -152,7 +153,8 @@ def _request(identity: str, options: ProduceOptions, facts: dict[str, str]) -> R
             sink=sink,
             lane=options.lane,
             durability=options.durability,
-            metadata=options.metadata,
+            metadata=read_options.metadata,
+            metadata_types=metadata_type_names(read_options),
             keep_text=options.keep_text,
             created_at=time.time(),
             corpus=identity,

@@ -117,7 +117,7 @@ def print_dataset(
 
 def _print_batch(batch: VectorBatch, out: TextIO) -> None:
     for row in batch.table.drop_columns(["text_sha256"]).to_pylist():
-        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 def errors_of(client: redis.Redis, keys: Keys, run: str) -> Iterator[DeadLetter]:

@@ -24,10 +24,10 @@ from embedq_broker.keys import Keys
 from embedq_broker.liveness import bind_model
 from embedq_broker.registry import Registry
 from embedq_broker.settings import BrokerSettings
-from embedq_producer.corpus import corpus_identity
+from embedq_producer.blocks import ReadOptions
+from embedq_producer.corpus import Corpus
 from embedq_producer.feed import Stopped, feed
 from embedq_schemas.errors import (
-    InputError,
     OutputError,
     RunConflictError,
     RunIncompleteError,
@@ -35,6 +35,7 @@ from embedq_schemas.errors import (
     StorageError,
     UsageError,
 )
+from embedq_schemas.ipc import METADATA_TYPE
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embedder_process import model_facts
@@ -73,17 +74,17 @@ class Snapshot:
 
 
 def run_corpus(
-    corpus: Path,
+    sources: Sequence[str | Path],
     options: RunOptions,
     *,
     stopping: Callable[[], bool],
     on_progress: Callable[[Snapshot], None] = lambda _: None,
     on_note: Callable[[str], None] = lambda _: None,
 ) -> RunState:
-    """Embed `corpus` into the dataset `options.output`, or go on where an earlier call stopped.
+    """Embed the documents of `sources` into the dataset `options.output`, or go on where an earlier call stopped.
 
     Args:
-        corpus: a JSONL file.
+        sources: files, directories, globs, URLs, or `-` for standard input; read in this order.
         options: everything else.
         stopping: asked a few times a second; True drains the workers and leaves a run that can be resumed.
         on_progress: called a few times a second.
@@ -99,11 +100,13 @@ def run_corpus(
     if options.output is None:
         raise UsageError("--output is missing: name the directory for the dataset")
     dataset = Dataset(Path(os.path.realpath(options.output)))
-    _check_paths(corpus, dataset)
-    options.read_options()
+    _check_output(dataset)
+    corpus = options.open_corpus(sources)
+    _check_apart(sources, corpus, dataset)
+    read_options = options.read_options(corpus)
     slots = _slots(options)
     checkpoint = options.checkpoint()
-    wanted = _request(corpus, dataset, options, checkpoint)
+    wanted = _request(corpus, read_options, dataset, options, checkpoint)
     owner = dataset.run_spec()
     if owner is not None and owner.same_request(wanted):
         finished = finished_state(dataset, owner)
@@ -113,6 +116,8 @@ def run_corpus(
                 # Left by a command that was killed after its last step.
                 shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
             return finished
+    if note := left_out(corpus):
+        on_note(note)
     # Whatever can fail before the directory is claimed, fails before: then another command may still use it.
     if options.redis_url is None:
         find_server_binary()
@@ -131,10 +136,21 @@ def run_corpus(
         folder = stack.enter_context(options.metrics(broker, processes=True))
         with broker_errors(url):
             state = _drive(
-                corpus, options, dataset, spec, slots, broker, folder, server, stopping, on_progress, on_note
+                corpus,
+                read_options,
+                options,
+                dataset,
+                spec,
+                slots,
+                broker,
+                folder,
+                server,
+                stopping,
+                on_progress,
+                on_note,
             )
     if not state.counters.input:
-        on_note(f"the corpus {corpus} holds no documents")
+        on_note(f"the corpus {corpus.name} holds no documents")
     if server is not None and state.status is RunStatus.COMPLETED:
         shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
     return state
@@ -148,7 +164,8 @@ def exit_status(state: RunState) -> int:
 
 
 def _drive(
-    corpus: Path,
+    corpus: Corpus,
+    read_options: ReadOptions,
     options: RunOptions,
     dataset: Dataset,
     spec: RunSpec,
@@ -184,7 +201,7 @@ def _drive(
             Registry(connect(url, role="producer", blocking=server is not None), keys),
             spec,
             corpus,
-            options.read_options(),
+            read_options,
             broker,
             skip_duplicate_ids=options.on_duplicate_id == "skip",
             done=done,
@@ -308,8 +325,15 @@ class _Feeder:
             self._failure = error
 
 
-def _check_paths(corpus: Path, dataset: Dataset) -> None:
-    source = Path(os.path.realpath(corpus))
+def left_out(corpus: Corpus) -> str:
+    """A sentence about files that a directory holds besides the corpus; empty where there are none."""
+    count = len(corpus.left_out)
+    more = ", ..." if count > 3 else ""
+    names = ", ".join(corpus.left_out[:3])
+    return f"left out, for no format is known: {names}{more} ({count} in all); --format reads them" if count else ""
+
+
+def _check_output(dataset: Dataset) -> None:
     try:
         dataset.path.lstat()
         dataset.path.stat()
@@ -317,15 +341,21 @@ def _check_paths(corpus: Path, dataset: Dataset) -> None:
         pass
     except OSError as error:
         raise OutputError(f"{dataset.path} cannot be used: {error.strerror}; give another directory") from None
-    if source == dataset.path:
-        raise OutputError(f"the output {dataset.path} is the corpus itself; give another directory")
     for place in (dataset.path, *dataset.path.parents):
         if place.is_file():
             raise OutputError(f"{place} is a file, so {dataset.path} cannot be a directory; give another one")
-    if not corpus.exists():
-        raise InputError(f"The corpus {corpus} does not exist.")
-    if dataset.path in source.parents and source.name.startswith(("_", "part-")):
-        raise OutputError(f"the corpus {corpus} would be overwritten by the dataset {dataset.path}")
+
+
+def _check_apart(sources: Sequence[str | Path], corpus: Corpus, dataset: Dataset) -> None:
+    """What is written must not be taken for what is read, nor overwrite it."""
+    for path in corpus.local_paths:
+        source = Path(os.path.realpath(path))
+        if dataset.path in source.parents and source.name.startswith(("_", "part-")):
+            raise OutputError(f"the corpus {path} would be overwritten by the dataset {dataset.path}")
+    for given in sources:
+        folder = Path(os.path.realpath(given))
+        if folder.is_dir() and (folder == dataset.path or folder in dataset.path.parents):
+            raise OutputError(f"the output {dataset.path} lies inside the corpus {given}; give a directory elsewhere")
 
 
 def _require_writable(dataset: Dataset) -> None:
@@ -338,10 +368,11 @@ def _require_writable(dataset: Dataset) -> None:
         raise OutputError(f"{error}; give another directory") from None
 
 
-def _request(corpus: Path, dataset: Dataset, options: RunOptions, checkpoint: Checkpoint) -> RunSpec:
+def _request(
+    corpus: Corpus, read_options: ReadOptions, dataset: Dataset, options: RunOptions, checkpoint: Checkpoint
+) -> RunSpec:
     encoding = options.encoding(dict(checkpoint.prompts))
     check_encoding(checkpoint, encoding.dimensions, encoding.max_length)
-    identity = f"{corpus_identity(corpus)}:{options.id_field}:{options.text_field}"
     run = time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     with usage_errors():
         return RunSpec(
@@ -352,11 +383,18 @@ def _request(corpus: Path, dataset: Dataset, options: RunOptions, checkpoint: Ch
             encoding=encoding,
             sink=ParquetSink(path=str(dataset.path), file_bytes=options.file_bytes),
             durability=options.durability,
-            metadata=options.metadata,
+            metadata=read_options.metadata,
+            metadata_types=metadata_type_names(read_options),
             keep_text=options.keep_text,
             created_at=time.time(),
-            corpus=identity,
+            corpus=options.corpus_identity(corpus),
         )
+
+
+def metadata_type_names(options: ReadOptions) -> tuple[str, ...]:
+    """For a run's specification: none where all are strings."""
+    plain = all(kind == METADATA_TYPE for kind in options.types)
+    return () if plain else tuple(map(str, options.types))
 
 
 def check_encoding(checkpoint: Checkpoint, dimensions: int | None, max_length: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,9 @@ class LocalFile:
     def stamp(self) -> tuple[int | None, str]:
         with _reading(self.name):
             found = self.path.stat()
+        # Asked before opening, because opening a pipe waits for its writer.
+        if stat.S_ISFIFO(found.st_mode):
+            raise InputError(f"The corpus {self.path} is a pipe, which cannot be read twice; pipe it into - instead.")
         return found.st_size, str(found.st_mtime_ns)
 
     def identity(self) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import CodecError, UnsupportedVersionError
+from embedq_schemas.ipc import METADATA_TYPE
+from embedq_schemas.metadata_type import parse_metadata_type
 from embedq_schemas.names import MAX_METADATA_COLUMNS, RESERVED_COLUMNS, SCHEMA_VERSION, Lane, QueueName, RunId
 from embedq_schemas.versions import refuse_other_version
 
@@ -91,6 +94,8 @@ class RunSpec(BaseModel):
     durability: Durability = Durability.PROCESS
     #: Metadata columns kept into the output, in order.
     metadata: tuple[str, ...] = Field(default=(), max_length=MAX_METADATA_COLUMNS)
+    #: Their types, one each, as `metadata_type` names them; none: all are strings.
+    metadata_types: tuple[str, ...] = Field(default=(), max_length=MAX_METADATA_COLUMNS)
     keep_text: bool = False
     #: Unix time in seconds.
     created_at: float = Field(allow_inf_nan=False)
@@ -107,6 +112,24 @@ class RunSpec(BaseModel):
         if len(set(names)) != len(names):
             raise ValueError("a metadata column is named twice")
         return names
+
+    @field_validator("metadata_types")
+    @classmethod
+    def _metadata_types(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(parse_metadata_type(name)) for name in names)
+
+    @model_validator(mode="after")
+    def _one_type_each(self) -> Self:
+        if self.metadata_types and len(self.metadata_types) != len(self.metadata):
+            raise ValueError(f"{len(self.metadata_types)} metadata types for {len(self.metadata)} columns")
+        return self
+
+    @property
+    def metadata_fields(self) -> dict[str, pa.DataType]:
+        """Metadata columns kept into the output, in order, with their types."""
+        if not self.metadata_types:
+            return dict.fromkeys(self.metadata, METADATA_TYPE)
+        return dict(zip(self.metadata, map(parse_metadata_type, self.metadata_types), strict=True))
 
     def encode(self) -> bytes:
         """JSON, as stored in the run registry and in `_run.json`."""

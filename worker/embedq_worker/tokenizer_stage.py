@@ -138,7 +138,7 @@ class TokenizerStage:
                 commit.count(run, "skipped", entry.documents)
                 commit.count(run, "ready", entry.documents)
                 continue
-            documents = self._decode(commit, entry, run)
+            documents = self._decode(commit, entry, run, spec)
             if documents is None:
                 continue
             if fatal:
@@ -148,24 +148,26 @@ class TokenizerStage:
             # Only results on streams may mix runs: a file belongs to one dataset.
             apart = run if spec.sink.kind == "parquet" else ""
             kind = holds_ids(documents)
-            tables.setdefault((spec.encoding, columns, apart, kind), []).append((spec, documents))
+            key = (spec.encoding, columns, spec.metadata_types, apart, kind)
+            tables.setdefault(key, []).append((spec, documents))
         groups = []
         for members in tables.values():
             spec = members[0][0]
             columns = (*spec.metadata, "text") if spec.keep_text else spec.metadata
-            parts = [_select(documents, columns) for _, documents in members]
+            parts = [_select(documents, columns, spec.metadata_fields) for _, documents in members]
             shares = tuple(Share(member.run, documents.num_rows) for member, documents in members)
             joined = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
             groups.append(_Group(spec.encoding, columns, joined, shares))
         return groups
 
-    def _decode(self, commit: Commit, entry: Entry, run: str) -> pa.RecordBatch | None:
+    def _decode(self, commit: Commit, entry: Entry, run: str, spec: RunSpec) -> pa.RecordBatch | None:
         try:
             if entry.fault:
                 raise entry.fault
             documents = decode_job(entry.payload, entry.codec)
             if documents.num_rows != entry.documents:
                 raise CodecError(f"the job holds {documents.num_rows} documents, its entry says {entry.documents}")
+            documents = _typed(documents, spec.metadata_fields)
         except CodecError as error:
             # Every document that was counted in gets its outcome, though nothing is known of it but its run.
             letter = DeadLetter(
@@ -291,11 +293,27 @@ def _isolate(commit: Commit, entry: Entry, run: str, documents: pa.RecordBatch, 
     commit.count(run, "ready", 1)
 
 
-def _select(documents: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+def _typed(documents: pa.RecordBatch, metadata: Mapping[str, pa.DataType]) -> pa.RecordBatch:
+    """`documents` with metadata of the run's types; raises CodecError where a job from elsewhere has other values."""
+    for index, field in enumerate(documents.schema):
+        wanted = metadata.get(field.name, field.type)
+        if field.type != wanted:
+            try:
+                column = documents.column(index).cast(wanted)
+            except (pa.ArrowException, ValueError) as error:
+                raise CodecError(f"job: metadata column {field.name} is not {wanted}: {str(error)[:200]}") from None
+            documents = documents.set_column(index, field.name, column)
+    return documents
+
+
+def _select(documents: pa.RecordBatch, columns: Sequence[str], metadata: Mapping[str, pa.DataType]) -> pa.RecordBatch:
     """`documents` with exactly the wanted `columns` behind its own; nulls where a job lacks one."""
     names = list(dict.fromkeys([*documents.schema.names[:3], *columns]))
     have = set(documents.schema.names)
-    arrays = [documents.column(name) if name in have else pa.nulls(documents.num_rows, METADATA_TYPE) for name in names]
+    arrays = [
+        documents.column(name) if name in have else pa.nulls(documents.num_rows, metadata.get(name, METADATA_TYPE))
+        for name in names
+    ]
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
 

@@ -128,9 +128,10 @@ def test_a_corpus_that_is_none_is_refused(model: Path, tmp_path: Path, capsys: p
     out = tmp_path / "out"
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
+    (tmp_path / "empty").mkdir()
     for corpus, part in (
         (tmp_path / "missing.jsonl", "does not exist"),
-        (tmp_path, "is a directory; name one JSONL file"),
+        (tmp_path / "empty", "holds no file of a known format"),
         (pipe, "is a pipe"),
         (Path("/proc/self/mem"), "cannot be read"),
     ):
@@ -157,7 +158,8 @@ def test_an_output_that_cannot_be_one_is_refused(
     hidden = write_corpus(inside / "part-1.jsonl", documents(1))
     for source, out, part in (
         (corpus, full, "is not empty and holds no run; give another directory, or empty it"),
-        (corpus, corpus, "is the corpus itself"),
+        (corpus, corpus, f"{corpus} is a file, so"),
+        (inside, inside / "out", "lies inside the corpus"),
         (corpus, corpus / "below", f"{corpus} is a file, so"),
         (corpus, Path("/proc/embedq"), "cannot write into /proc/embedq"),
         (corpus, stranger, "_run.json cannot be read"),

@@ -201,7 +201,7 @@ def with_column(name: str, values: pa.Array) -> pa.RecordBatch:
         (stream(DOCUMENTS.select(["id", "ordinal"])), "columns"),
         (stream(with_column("id", DOCUMENTS.column("id").dictionary_encode())), "dictionary"),
         (stream(with_column("lang", DOCUMENTS.column("lang").dictionary_encode())), "dictionary"),
-        (stream(with_column("lang", pa.array([1, 2, 3]))), "lang"),
+        (stream(with_column("lang", pa.array([b"1", b"2", b"3"]))), "lang"),
         (stream(with_column("ordinal", pa.array([1, 2, 3], pa.int32()))), "ordinal"),
         (stream(with_column("ordinal", pa.array([1, -2, 3]))), "negative"),
         (stream(with_column("ordinal", pa.array([1, None, 3]))), "ordinal holds nulls"),

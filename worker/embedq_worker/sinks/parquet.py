@@ -101,12 +101,16 @@ def _writer_options(schema: pa.Schema) -> dict[str, object]:
     plain = {"vector", "text_sha256"}
     others = [name for name in schema.names if name not in plain]
     return {
-        "compression": {_leaf(name): "NONE" if name in plain else "ZSTD" for name in schema.names},
-        "use_dictionary": others,
+        "compression": {_leaf(field): "NONE" if field.name in plain else "ZSTD" for field in schema},
+        "use_dictionary": [_leaf(schema.field(name)) for name in others],
         "write_page_checksum": True,
         "write_statistics": ["id", "ordinal", "n_tokens"],
     }
 
 
-def _leaf(name: str) -> str:
-    return "vector.list.element" if name == "vector" else name
+def _leaf(field: pa.Field) -> str:
+    """What Parquet calls the only leaf of a column."""
+    path, kind = field.name, field.type
+    while pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        path, kind = f"{path}.list.element", kind.value_type
+    return str(path)
