@@ -7,6 +7,7 @@ own records alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from embedq_schemas.run import RunStatus
 from embedq_broker import scripts
 from embedq_broker.keys import Keys
 from embedq_broker.scripts import text
+
+log = logging.getLogger(__name__)
 
 KEEP_BATCH_S = 30 * 86400
 """How long a batch is remembered after its end."""
@@ -137,12 +140,21 @@ class BatchRegistry:
         records = []
         for batch_id in sorted(map(text, members)):
             data: Any = self._client.get(self._key("batch", batch_id))
-            record = None if data is None else msgspec.json.decode(data, type=BatchRecord)
+            try:
+                record = None if data is None else msgspec.json.decode(data, type=BatchRecord)
+            except msgspec.DecodeError as error:
+                # Of another version, which may be running beside this one.
+                log.warning("batch %s is left alone: %s", batch_id, error)
+                continue
             if record is None or record.status.terminal:
                 self._client.srem(self._key("open"), batch_id)
             else:
                 records.append(record)
         return records
+
+    def is_open(self, batch_id: str) -> bool:
+        """Whether the batch is not over."""
+        return bool(self._client.sismember(self._key("open"), batch_id))
 
     def change(self, batch_id: str, step: Callable[[BatchRecord], BatchRecord]) -> BatchRecord | None:
         """Apply `step` to the batch as it is at that moment; None if the batch is gone.
@@ -182,14 +194,12 @@ class BatchRegistry:
     def _record(self, kind: type[_Record], tenant: str, record_id: str) -> _Record | None:
         name = "file" if kind is FileRecord else "batch"
         data: Any = self._client.get(self._key(name, record_id))
-        if data is None:
-            return None
-        record = msgspec.json.decode(data, type=kind)
-        return record if record.tenant == tenant else None
+        return _decoded(kind, tenant, data)
 
     def _listed(self, kind: type[_Record], tenant: str, after: str | None, newest_first: bool) -> Iterator[_Record]:
         # Ids begin with their time, so their order in the index is that of their creation.
-        index = self._key("files" if kind is FileRecord else "batches", tenant)
+        name, plural = ("file", "files") if kind is FileRecord else ("batch", "batches")
+        index = self._key(plural, tenant)
         page = 128
         while True:
             bound = f"({after}" if after is not None else None
@@ -198,15 +208,24 @@ class BatchRegistry:
                 ids = self._client.zrevrangebylex(index, bound or "+", "-", start=0, num=page)
             else:
                 ids = self._client.zrangebylex(index, bound or "-", "+", start=0, num=page)
-            for record_id in map(text, ids):
+            keys = [self._key(name, text(record_id)) for record_id in ids]
+            values: Any = self._client.mget(keys) if keys else []
+            for record_id, data in zip(map(text, ids), values, strict=True):
                 after = record_id
-                record = self._record(kind, tenant, record_id)
+                record = _decoded(kind, tenant, data)
                 if record is None:
                     self._client.zrem(index, record_id)  # it expired
                 else:
                     yield record
             if len(ids) < page:
                 return
+
+
+def _decoded(kind: type[_Record], tenant: str, data: bytes | None) -> _Record | None:
+    if data is None:
+        return None
+    record = msgspec.json.decode(data, type=kind)
+    return record if record.tenant == tenant else None
 
 
 def drop_results(client: redis.Redis, keys: Keys, run: str, entries: list[tuple[str, int]]) -> None:

@@ -281,7 +281,15 @@ class BatchRunner:
             plan = Plan.load(folder)
             if plan is None or not (folder / _INPUT_NAME).exists():
                 return None
-            self._works[record.id] = BatchWork(self._client, self._keys, record, plan, folder / _INPUT_NAME, folder)
+            self._works[record.id] = BatchWork(
+                self._client,
+                self._keys,
+                record,
+                plan,
+                folder / _INPUT_NAME,
+                folder,
+                lambda: self._registry.is_open(record.id),
+            )
         return self._works[record.id]
 
     def _fail(self, batch_id: str, errors: list[BatchError] | tuple[BatchError, ...]) -> None:

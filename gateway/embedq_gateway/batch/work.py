@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,26 @@ class BatchWork:
     """Feeding and gathering for one batch. For one thread."""
 
     def __init__(
-        self, client: redis.Redis, keys: Keys, record: BatchRecord, plan: Plan, source: Path, folder: Path
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        record: BatchRecord,
+        plan: Plan,
+        source: Path,
+        folder: Path,
+        is_open: Callable[[], bool],
     ) -> None:
-        """Opens the files of its outcomes; raises StorageError."""
+        """Opens the files of its outcomes; raises StorageError.
+
+        Args:
+            source: the input file.
+            folder: where the outcomes lie.
+            is_open: whether the batch is not over by now; another gateway may have ended it.
+        """
         self._client = client
         self._keys = keys
         self._registry = Registry(client, keys)
+        self._is_open = is_open
         self.plan = plan
         self.source = source
         self._runs = [_Run(record, plan, keys.queue, index, folder) for index in range(len(plan.encodings))]
@@ -111,6 +125,8 @@ class BatchWork:
         try:
             state = self._registry.state(run.spec.run)
         except RunNotFoundError:
+            if not self._is_open():
+                return False
             self._registry.create(run.spec)
             state = self._registry.state(run.spec.run)
         if state.input_closed or state.status.terminal:
