@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import redis
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import heartbeats, model_facts
+from embedq_broker.outcome import Cursor, look_at
 from embedq_broker.registry import Registry
 from embedq_schemas.dead_letter import DeadLetter
 from embedq_schemas.errors import OutputError, UsageError
@@ -66,20 +66,18 @@ def print_results(
             raise OutputError(f"{path} holds run {owner.run}, not {run}")
         print_dataset(path, over=lambda: _is_over(registry, run, path), follow=follow, stopping=stopping, out=out)
         return None
-    cursor = after or "-"
-    if not re.fullmatch(r"-|\d+-\d+", cursor):
-        raise UsageError(f"--after {cursor!r} is not a cursor that an earlier call printed")
+    try:
+        cursor = Cursor.parse(after) if after not in (None, "-") else Cursor()
+    except UsageError:
+        raise UsageError(f"--after {after!r} is not a cursor that an earlier call printed") from None
     while True:
-        # The state is read first: what is in the stream afterwards is all there will be once the run is over.
-        over = registry.state(run).status.terminal
-        start = cursor if cursor == "-" else f"({cursor}"
-        entries: Any = client.xrange(keys.results(run), start, "+", count=16)
-        for entry_id, fields in entries:
-            _print_batch(VectorBatch.decode(fields[b"payload"]), out)
-            cursor = entry_id.decode()
-        if not entries and (over or not follow or stopping()):
-            return None if cursor == "-" else cursor
-        if not entries:
+        (look,) = look_at(client, keys, [(run, cursor)], count=16)
+        for _, batch in look.batches():
+            _print_batch(batch, out)
+        cursor = look.cursor(cursor)
+        if not look.results and (look.over or not follow or stopping()):
+            return None if cursor.results == "0" else cursor.results
+        if not look.results:
             out.flush()
             time.sleep(0.1)
 
