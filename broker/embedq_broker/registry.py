@@ -25,6 +25,8 @@ from embedq_broker.scripts import Arg, text
 
 #: Times the TTL of its results that a run is remembered after its end: a late reader hears "expired", not "unknown".
 KEEP_TTLS = 2
+#: Seconds after which a run with a result stream whose producer sends nothing more counts as abandoned, at the least.
+ABANDONED_S = 86400
 #: Names of runs looked at in one round of forgetting.
 _FORGET_SAMPLE = 1000
 
@@ -333,12 +335,25 @@ class Registry:
         return sum(int(held) for held in self._client.hvals(self.keys.bytes))
 
     def forget_expired(self) -> None:
-        """Drop what outlives an expired run, and take expired results out of the backlog."""
+        """Drop what outlives an expired run, take expired results out of the backlog, and give up abandoned runs.
+
+        A run with a dataset is never given up: its producer may be started again with the next command.
+        """
         # A sample: runs expire at their own times, and whoever asks often gets round to every name.
         sampled: Any = self._client.zrandmember(self.keys.runs, _FORGET_SAMPLE)
-        names = [text(name) for name in sampled]
-        for name in self._missing_of(names, self.keys.run):
-            self._forget_run(name)
+        # Not a transaction: a full server refuses to queue even reads.
+        pipe = self._client.pipeline(transaction=False)
+        for name in sampled:
+            pipe.hmget(self.keys.run(text(name)), "status", "sink", "input_closed", "updated_ms", "keep_ms")
+        now_s, _ = self._client.time()
+        for name, fields in zip(map(text, sampled), pipe.execute(), strict=True):
+            status, sink, closed, updated_ms, keep_ms = fields
+            idle_s = now_s - int(updated_ms or 0) // 1000
+            if status is None:
+                self._forget_run(name)
+            elif sink == b"stream" and closed == b"0" and idle_s > max(ABANDONED_S, int(keep_ms or 0) // 1000):
+                error = f"its producer has sent nothing for {idle_s // 3600} hours"
+                self.transition(name, RunStatus.EXPIRED, _OPEN, error=error)
         held = [text(field) for field in self._client.hkeys(self.keys.bytes)]
         for kind, stream in (("results:", self.keys.results), ("dead:", self.keys.dead)):
             runs = [field.removeprefix(kind) for field in held if field.startswith(kind)]

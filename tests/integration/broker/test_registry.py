@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
-from embedq_broker.registry import EnqueueOutcome
+from embedq_broker.registry import ABANDONED_S, EnqueueOutcome
 from embedq_schemas.errors import DocumentErrorCode, RunNotFoundError, UsageError
 from embedq_schemas.run import RunCounters, RunStatus
 from queues import PLENTY, Queue, letter
@@ -174,6 +174,25 @@ def test_runs_are_listed_newest_first_and_expired_ones_take_their_dead_letters_w
     assert not queue.client.exists(queue.keys.dead("a"))
     assert queue.client.zrange(queue.keys.runs, 0, -1) == [b"c"]
     assert queue.registry.state("c").dead_letters == 1
+
+
+def test_a_run_whose_producer_went_away_expires_unless_it_is_a_dataset_or_closed(queue: Queue) -> None:
+    for name in ("gone", "fresh", "closed"):
+        queue.send(queue.run(name))
+    queue.send(queue.run("dataset", sink="parquet"))
+    assert queue.registry.enqueue(
+        queue.registry.state("closed").spec, expected="1", position="1", max_backlog_bytes=PLENTY, close=True
+    )
+    for name in ("gone", "closed", "dataset"):
+        queue.client.hincrby(queue.keys.run(name), "updated_ms", -(ABANDONED_S + 7200) * 1000)
+    queue.registry.forget_expired()
+    states = {state.spec.run: state for state in queue.registry.runs()}
+    assert (states["gone"].status, states["gone"].error) == (
+        RunStatus.EXPIRED,
+        "its producer has sent nothing for 26 hours",
+    )
+    assert {states[name].status for name in ("fresh", "closed", "dataset")} == {RunStatus.IN_PROGRESS}
+    assert queue.client.ttl(queue.keys.run("gone")) > 0
 
 
 def test_open_datasets_forgets_those_that_ended(queue: Queue) -> None:
