@@ -164,6 +164,9 @@ class LineParser:
 
     def decode(self, line: bytes) -> Any:
         """Line (UTF-8) to row."""
+        if not line or line.isspace():
+            # No document, but no line to refuse either: whoever asked looks at it by itself.
+            raise BadLineError(DocumentErrorCode.MISSING_TEXT, "the line is blank")
         return self._Row(line.removesuffix(b"\r").decode())
 
     examine = decode

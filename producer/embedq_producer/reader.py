@@ -55,6 +55,8 @@ def read_corpus(corpus: Corpus, *, options: ReadOptions, start: Position = START
     if start != START:
         _read_past(pieces, start, ids, corpus.name)
     for piece in merge(pieces, options):
+        # Where a file ends and where the next begins is one place.
+        piece.start, start = start, piece.end
         yield block_of(piece, schema, ids, strict_in)
 
 

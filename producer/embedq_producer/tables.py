@@ -24,6 +24,7 @@ from .position import Position
 from .streams import ByteStream
 
 _BUFFER_BYTES = 1 << 20
+_BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 
 
 @dataclass(frozen=True)
@@ -176,10 +177,23 @@ def _arrow(place: Place, stream: ByteStream, stack: ExitStack) -> Table:
     if stream.head(6) == b"ARROW1":
         file = _anywhere(place, stream, "an Arrow file")
         reader = stack.enter_context(pa.ipc.open_file(_mapped(place, stack) or file))
-        return Table(reader.schema, lambda *_: (reader.get_batch(i) for i in range(reader.num_record_batches)))
+        every = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        return Table(reader.schema, lambda paths, _: (_checked(batch, paths) for batch in every))
     source = _mapped(place, stack) if stream.compression is None else None
     reader = stack.enter_context(pa.ipc.open_stream(source or pa.PythonFile(_Readable(stream), mode="r")))
-    return Table(reader.schema, lambda *_: iter(reader))
+    return Table(reader.schema, lambda paths, _: (_checked(batch, paths) for batch in reader))
+
+
+def _checked(batch: pa.RecordBatch, paths: list[str]) -> pa.RecordBatch:
+    """Raise ArrowInvalid where an offset leads outside its buffer: Arrow takes them as they lie in the file."""
+    batch.validate()
+    for name in {path if path in batch.schema.names else path.partition(".")[0] for path in paths}:
+        column = batch.column(name)
+        if as_binary := _BINARY.get(column.type):
+            # What is not UTF-8 costs its own row alone, and is found there.
+            column = column.view(as_binary)
+        column.validate(full=True)
+    return batch
 
 
 def _mapped(place: Place, stack: ExitStack) -> Any:
