@@ -232,4 +232,5 @@ def drop_results(client: redis.Redis, keys: Keys, run: str, entries: list[tuple[
     """Delete results (entry id, payload bytes) that their reader has stored, which makes room in the backlog."""
     results = keys.results(run)
     flat: list[str | int] = [part for entry in entries for part in entry]
-    scripts.call(client, "drop_results", [results, keys.bytes], [keys.suffix(results), *flat], allow_oom=True)
+    names = [results, keys.bytes, keys.held]
+    scripts.call(client, "drop_results", names, [keys.suffix(results), *flat], allow_oom=True)

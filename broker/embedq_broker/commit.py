@@ -115,7 +115,8 @@ class Commit:
         With `durability` above `process` the client must hold a single connection: WAITAOF and WAIT speak of the
         writes of their own connection.
         """
-        keys = [self.consumer.keys.token(self.token), self.consumer.keys.bytes, self.consumer.keys.events]
+        names = self.consumer.keys
+        keys = [names.token(self.token), names.bytes, names.events, names.held]
         plan = self._plan(keys)
         args = [json.dumps(plan, separators=(",", ":")), *self._payloads]
         before, after = _POINTS[self.consumer.stage]

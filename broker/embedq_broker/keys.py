@@ -62,8 +62,16 @@ class Keys:
 
     @property
     def bytes(self) -> str:
-        """Hash: payload bytes held per stream, by the stream's suffix. Their sum is the backlog."""
+        """Hash: payload bytes held by each stream of jobs and token batches, by all `results`, by all `dead` letters.
+
+        Their sum is the backlog. The fields stay few, however many runs there are: each job sent adds them up.
+        """
         return self._key("bytes")
+
+    @property
+    def held(self) -> str:
+        """Hash: payload bytes of each run's results and dead letters, by their streams' suffixes."""
+        return self._key("held")
 
     @property
     def model(self) -> str:
@@ -120,5 +128,9 @@ class Keys:
         return self._key("lock", name)
 
     def suffix(self, key: str) -> str:
-        """The part of `key` after the hash tag, as used for fields of `bytes`."""
+        """The part of `key` after the hash tag, as used for fields of `bytes` and `held`."""
         return key.partition("}:")[2]
+
+    def of(self, suffix: str) -> str:
+        """The key of that suffix."""
+        return self._key(suffix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Required, TypedDict
@@ -189,7 +189,8 @@ class Registry:
         if documents > MAX_ENTRY_DOCUMENTS:
             raise UsageError(f"a job of {documents} documents; one may hold {MAX_ENTRY_DOCUMENTS}")
         jobs = self.keys.jobs(spec.lane)
-        keys = [self.keys.run(spec.run), jobs, self.keys.bytes, self.keys.dead(spec.run), self.keys.events]
+        of_run = (self.keys.run(spec.run), self.keys.dead(spec.run))
+        keys = [of_run[0], jobs, self.keys.bytes, of_run[1], self.keys.events, self.keys.held]
         args: list[Arg] = [
             *(expected, position, max_backlog_bytes, self.keys.suffix(jobs), spec.run, documents, skipped),
             *(int(close), SCHEMA_VERSION, codec, payload, settled),
@@ -208,7 +209,7 @@ class Registry:
         at the moment.
         """
         streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
-        dropped = [self.keys.commits, self.keys.bytes, *streams] if drop_streams else []
+        dropped = [self.keys.commits, self.keys.bytes, self.keys.held, *streams] if drop_streams else []
         self._client.delete(self.keys.run(spec.run), self.keys.dead(spec.run), *dropped)
         self.create(spec)
         fields: dict[Any, Any] = {"committed_files": files, "published_files": files}
@@ -219,8 +220,9 @@ class Registry:
         """Delete a queue that served this run alone, except its tokens and locks, which expire by themselves."""
         streams = [key for lane in LANES for key in (self.keys.jobs(lane), self.keys.batches(lane))]
         of_run = (self.keys.run(run), self.keys.dead(run), self.keys.results(run))
-        shared = (self.keys.commits, self.keys.bytes, self.keys.model, self.keys.workers, self.keys.runs)
-        self._client.delete(*streams, *of_run, *shared, self.keys.open_datasets, self.keys.tries, self.keys.events)
+        shared = (self.keys.commits, self.keys.bytes, self.keys.held, self.keys.model, self.keys.workers)
+        names = (self.keys.runs, self.keys.open_datasets, self.keys.tries, self.keys.events)
+        self._client.delete(*streams, *of_run, *shared, *names)
 
     def state(self, run: str) -> RunState:
         """The run now; raises RunNotFoundError."""
@@ -354,19 +356,12 @@ class Registry:
             elif sink == b"stream" and closed == b"0" and idle_s > max(ABANDONED_S, int(keep_ms or 0) // 1000):
                 error = f"its producer has sent nothing for {idle_s // 3600} hours"
                 self.transition(name, RunStatus.EXPIRED, _OPEN, error=error)
-        held = [text(field) for field in self._client.hkeys(self.keys.bytes)]
-        for kind, stream in (("results:", self.keys.results), ("dead:", self.keys.dead)):
-            runs = [field.removeprefix(kind) for field in held if field.startswith(kind)]
-            if gone := [kind + run for run in self._missing_of(runs, stream)]:
-                self._client.hdel(self.keys.bytes, *gone)
-
-    def _missing_of(self, runs: Sequence[str], key: Callable[[str], str]) -> list[str]:
-        """Those of `runs` whose key does not exist."""
-        # Not a transaction: a full server refuses to queue even reads.
-        pipe = self._client.pipeline(transaction=False)
-        for run in runs:
-            pipe.exists(key(run))
-        return [run for run, exists in zip(runs, pipe.execute(), strict=True) if not exists]
+        holders: Any = self._client.hrandfield(self.keys.held, _FORGET_SAMPLE)
+        suffixes = [text(field) for field in holders or ()]
+        if suffixes:
+            streams = [self.keys.of(suffix) for suffix in suffixes]
+            keys = [self.keys.bytes, self.keys.held, *streams]
+            scripts.call(self._client, "release_held", keys, suffixes, allow_oom=True)
 
 
 def _enqueued(reply: Any) -> Enqueued | Exception:
@@ -390,7 +385,7 @@ def cancel_call(keys: Keys, run: str) -> scripts.Call:
 
 def forget_call(keys: Keys, run: str) -> scripts.Call:
     """The script call behind `Registry.forget`, for many runs at once; to be run with `allow_oom`."""
-    names = [keys.run(run), keys.results(run), keys.dead(run), keys.runs, keys.bytes]
+    names = [keys.run(run), keys.results(run), keys.dead(run), keys.runs, keys.bytes, keys.held]
     return "drop_run", names, [run, *_OVER]
 
 

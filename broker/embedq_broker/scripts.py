@@ -21,7 +21,10 @@ Call = tuple[str, Sequence[str], Sequence[Arg]]
 """A script's name, its KEYS and its ARGV."""
 
 #: Scripts that call functions of the prelude.
-_WITH_PRELUDE = frozenset({"create_run", "enqueue", "commit", "published", "transition", "depths"})
+_WITH_PRELUDE = frozenset(
+    {"create_run", "enqueue", "commit", "published", "transition", "depths"}
+    | {"drain", "drop_results", "drop_run", "release_held"}
+)
 
 
 @cache

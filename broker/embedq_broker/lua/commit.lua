@@ -1,5 +1,5 @@
 -- The one atomic step in which outputs become visible and inputs are acknowledged.
--- KEYS: 1 token, 2 bytes hash, 3 events stream, then whatever streams and run hashes the plan names by index
+-- KEYS: 1 token, 2 bytes hash, 3 events stream, 4 held hash, then whatever streams and run hashes the plan names by index
 -- ARGV: 1 plan (JSON), 2... payloads
 -- plan = {
 --   ttl_ms,                      how long the token is remembered: longer than any retry
@@ -36,7 +36,12 @@ for _, add in ipairs(plan.adds) do
     if add.payload then
       fields[#fields + 1] = add.name or 'payload'
       fields[#fields + 1] = ARGV[add.payload]
-      if add.field then redis.call('HINCRBY', KEYS[2], add.field, #ARGV[add.payload]) end
+      local size = #ARGV[add.payload]
+      if add.run then
+        add_held(KEYS[2], KEYS[4], add.field, size)
+      else
+        redis.call('HINCRBY', KEYS[2], add.field, size)
+      end
     end
     reply[#reply + 1] = redis.call('XADD', KEYS[add.k], '*', unpack(fields))
     if add.ttl_ms then redis.call('PEXPIRE', KEYS[add.k], add.ttl_ms) end

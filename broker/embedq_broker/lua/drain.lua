@@ -1,6 +1,6 @@
 -- Dead letters were written to a file: drop them, if the range still is the one that was planned.
--- KEYS: 1 dead letters stream, 2 run hash, 3 bytes hash
--- ARGV: 1 the planned range, 2 field of `bytes`, 3... ids
+-- KEYS: 1 dead letters stream, 2 run hash, 3 bytes hash, 4 held hash
+-- ARGV: 1 the planned range, 2 field of `held`, 3... ids
 -- Returns the number dropped.
 if redis.call('HGET', KEYS[2], 'drain_range') ~= ARGV[1] then return 0 end
 local dropped, freed = 0, 0
@@ -13,9 +13,9 @@ for i = 3, #ARGV do
 end
 -- An empty stream holds nothing.
 if redis.call('XLEN', KEYS[1]) == 0 then
-  redis.call('HDEL', KEYS[3], ARGV[2])
+  drop_held(KEYS[3], KEYS[4], ARGV[2])
 else
-  redis.call('HINCRBY', KEYS[3], ARGV[2], -freed)
+  add_held(KEYS[3], KEYS[4], ARGV[2], -freed)
 end
 redis.call('HDEL', KEYS[2], 'drain_range')
 return dropped

@@ -1,6 +1,6 @@
 -- Results were stored elsewhere: drop them, and take them out of the backlog.
--- KEYS: 1 results stream, 2 bytes hash
--- ARGV: 1 field of `bytes`, then id and payload size of each entry
+-- KEYS: 1 results stream, 2 bytes hash, 3 held hash
+-- ARGV: 1 field of `held`, then id and payload size of each entry
 -- Returns the number dropped.
 local dropped, freed = 0, 0
 for i = 2, #ARGV, 2 do
@@ -11,8 +11,8 @@ for i = 2, #ARGV, 2 do
 end
 -- An empty stream holds nothing.
 if redis.call('XLEN', KEYS[1]) == 0 then
-  redis.call('HDEL', KEYS[2], ARGV[1])
+  drop_held(KEYS[2], KEYS[3], ARGV[1])
 elseif freed > 0 then
-  redis.call('HINCRBY', KEYS[2], ARGV[1], -freed)
+  add_held(KEYS[2], KEYS[3], ARGV[1], -freed)
 end
 return dropped

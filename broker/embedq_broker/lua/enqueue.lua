@@ -1,7 +1,7 @@
 -- Send one job, with the outcomes of documents that never become jobs, and advance the producer's position.
 -- The position is the idempotency token: it is compared and set, so a retried call adds nothing twice and a second
 -- producer of the same run is fenced off.
--- KEYS: 1 run hash, 2 jobs stream, 3 bytes hash, 4 dead letters stream, 5 events stream
+-- KEYS: 1 run hash, 2 jobs stream, 3 bytes hash, 4 dead letters stream, 5 events stream, 6 held hash
 -- ARGV: 1 expected position, 2 new position, 3 max backlog bytes, 4 field of `bytes`, 5 run id, 6 documents, 7 skipped,
 --       8 close input (0/1), 9 schema version, 10 codec, 11 payload ('' for none), 12 documents whose outcome is counted
 --       already, 13... dead letters
@@ -25,7 +25,7 @@ if size > 0 then
 end
 local dead = #ARGV - 12
 for i = 13, #ARGV do redis.call('XADD', KEYS[4], '*', 'letter', ARGV[i]) end
-if dead > 0 then redis.call('HINCRBY', KEYS[3], 'dead:' .. ARGV[5], dead_size) end
+if dead > 0 then add_held(KEYS[3], KEYS[6], 'dead:' .. ARGV[5], dead_size) end
 local skipped, settled = tonumber(ARGV[7]), tonumber(ARGV[12])
 redis.call('HINCRBY', KEYS[1], 'input', tonumber(ARGV[6]) + skipped + settled + dead)
 redis.call('HINCRBY', KEYS[1], 'ready', skipped + settled + dead)

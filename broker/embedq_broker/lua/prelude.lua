@@ -18,6 +18,21 @@ local function backlog(bytes_key)
   return sum
 end
 
+-- Move the bytes of one run's results or dead letters, named by the suffix of their stream, and their sum over all runs.
+local function add_held(bytes_key, held_key, suffix, by)
+  redis.call('HINCRBY', held_key, suffix, by)
+  redis.call('HINCRBY', bytes_key, suffix:match('^[^:]+'), by)
+end
+
+-- The stream of this suffix is gone, or empty: it holds nothing.
+local function drop_held(bytes_key, held_key, suffix)
+  local held = redis.call('HGET', held_key, suffix)
+  if not held then return end
+  redis.call('HDEL', held_key, suffix)
+  local kind = suffix:match('^[^:]+')
+  if redis.call('HINCRBY', bytes_key, kind, -held) <= 0 then redis.call('HDEL', bytes_key, kind) end
+end
+
 -- Let a run that is over be forgotten in time.
 local function retire(run_key)
   redis.call('PEXPIRE', run_key, tonumber(redis.call('HGET', run_key, 'keep_ms')) or KEEP_RUN_MS)

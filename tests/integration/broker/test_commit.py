@@ -65,7 +65,8 @@ def test_a_commit_writes_all_it_holds_and_acknowledges_its_inputs(queue: Queue) 
     assert (state.committed_files, state.published_files, state.dead_letters) == (1, 0, 1)
     held = {field.decode(): int(n) for field, n in queue.client.hgetall(keys.bytes).items()}
     dead_bytes = len(letter(1, "ü\n\0").encode())
-    assert held == {"jobs:bulk": 30, "batches:bulk": 5, "results:r": 6, "dead:r": dead_bytes}
+    assert held == {"jobs:bulk": 30, "batches:bulk": 5, "results": 6, "dead": dead_bytes}
+    assert queue.client.hgetall(keys.held) == {b"results:r": b"6", b"dead:r": b"%d" % dead_bytes}
     assert consumer.held() == 1
 
 
@@ -215,7 +216,8 @@ def test_outputs_of_a_run_that_is_gone_are_dropped_and_its_inputs_freed(queue: Q
         assert not queue.client.exists(key)
     assert queue.counters("here") == (1, 1, 1, 0)
     dead_bytes = len(letter(0).encode())
-    assert queue.client.hgetall(queue.keys.bytes) == {b"results:here": b"1", b"dead:here": b"%d" % dead_bytes}
+    assert queue.client.hgetall(queue.keys.held) == {b"results:here": b"1", b"dead:here": b"%d" % dead_bytes}
+    assert queue.client.hgetall(queue.keys.bytes) == {b"results": b"1", b"dead": b"%d" % dead_bytes}
 
 
 def outcome(queue: Queue, spec: RunSpec, succeeded: int = 0, failed: int = 0, skipped: int = 0) -> RunStatus | None:

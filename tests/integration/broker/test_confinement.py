@@ -83,7 +83,7 @@ def use_everything(client: redis.Redis, tmp_path: Path) -> None:
     span = f"{page[0][0]}/{page[-1][0]}"
     assert scripts.call(client, "plan_drain", [keys.run("r")], [span], allow_oom=True) == span.encode()
     ids = [entry_id for entry_id, _ in page]
-    drained = [keys.dead("r"), keys.run("r"), keys.bytes]
+    drained = [keys.dead("r"), keys.run("r"), keys.bytes, keys.held]
     assert scripts.call(client, "drain", drained, [span, "dead:r", *ids], allow_oom=True) == len(page)
     assert queue.close(spec).outcome is EnqueueOutcome.OK
     assert registry.cancel("s") is RunStatus.CANCELLED

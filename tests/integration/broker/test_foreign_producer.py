@@ -36,10 +36,10 @@ def test_a_run_sent_as_json_by_raw_calls_is_a_run_like_any_other(redis_client: r
             {"id": "a2", "ordinal": 1, "text": "second text"},
         ],
     }
-    keys = [tag + name for name in ("run:nightly-7", "jobs:bulk", "bytes", "dead:nightly-7", "events")]
+    keys = [tag + name for name in ("run:nightly-7", "jobs:bulk", "bytes", "dead:nightly-7", "events", "held")]
     sent = ["", "1", 268435456, "jobs:bulk", "nightly-7", 2, 0, 1, 1, "json", json.dumps(job), 0]
-    assert redis_client.eval(script("enqueue"), 5, *keys, *sent) == [b"ok"]
-    assert redis_client.eval(script("enqueue"), 5, *keys, *sent) == [b"dup"]
+    assert redis_client.eval(script("enqueue"), 6, *keys, *sent) == [b"ok"]
+    assert redis_client.eval(script("enqueue"), 6, *keys, *sent) == [b"dup"]
 
     registry = Registry(redis_client, Keys("default"))
     state = registry.state("nightly-7")

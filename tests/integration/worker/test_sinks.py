@@ -226,7 +226,7 @@ def test_a_range_that_is_not_the_planned_one_drops_nothing(run: Run) -> None:
     run.feed(dead=[letter(0)])
     ((entry_id, _),) = run.registry.dead_letters("r")
     for span in ("", "1-1/2-2"):
-        keys = [run.keys.dead("r"), run.keys.run("r"), run.keys.bytes]
+        keys = [run.keys.dead("r"), run.keys.run("r"), run.keys.bytes, run.keys.held]
         assert scripts.call(run.client, "drain", keys, [span, "dead:r", entry_id]) == 0
     assert run.registry.state("r").dead_letters == 1
     run.client.delete(run.keys.run("r"))

@@ -41,9 +41,10 @@ def test_an_accepted_name_is_ascii_without_separators(name: str) -> None:
 
 def test_every_key_of_a_queue_has_its_hash_tag_and_no_two_are_equal() -> None:
     keys = Keys("q")
-    found = [keys.commits, keys.bytes, keys.model, keys.workers, keys.runs, keys.open_datasets]
+    found = [keys.commits, keys.bytes, keys.held, keys.events, keys.model, keys.workers, keys.runs, keys.open_datasets]
     found += [make("x") for make in (keys.run, keys.results, keys.dead, keys.token, keys.lock)]
     found += [make(lane) for make in (keys.jobs, keys.batches) for lane in LANES]
     assert len(set(found)) == len(found)
     assert all(key.startswith("embedq:{q}:") and key.count("{") == 1 for key in found)
     assert [keys.suffix(key) for key in (keys.jobs(LANES[0]), keys.results("r"))] == ["jobs:interactive", "results:r"]
+    assert keys.of("results:r") == keys.results("r")

@@ -45,7 +45,8 @@ def drain(client: redis.Redis, registry: Registry, keys: Keys, dataset: Dataset,
     fault_point("drain.written")
     ids = [entry_id for entry_id, _ in page]
     dead = keys.dead(run)
-    scripts.call(client, "drain", [dead, run_key, keys.bytes], [span, keys.suffix(dead), *ids], allow_oom=True)
+    backlog = [keys.bytes, keys.held]
+    scripts.call(client, "drain", [dead, run_key, *backlog], [span, keys.suffix(dead), *ids], allow_oom=True)
     fault_point("drain.dropped")
     return len(page)
 
