@@ -30,7 +30,7 @@ _SERVER_GRACE_S = 20.0
 
 
 class Embedder:
-    """Embeds for requests, at most `max_in_flight` at once."""
+    """Embeds for requests, at most `max_in_flight` of them and `max_in_flight_inputs` texts at once."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class Embedder:
         broker: BrokerSettings,
         *,
         max_in_flight: int,
+        max_in_flight_inputs: int,
         timeout_s: float,
     ) -> None:
         self._client = client
@@ -47,8 +48,10 @@ class Embedder:
         self._metrics = metrics
         self._max_backlog_bytes = broker.max_backlog_bytes
         self._most = max_in_flight
+        self._most_inputs = max_in_flight_inputs
         self._timeout_s = timeout_s
         self._running = 0
+        self._running_inputs = 0
 
     def model(self) -> ServedModel:
         """The queue's model; raises ApiError 503 before the first worker has said what it is."""
@@ -72,20 +75,22 @@ class Embedder:
             ApiError: 400 or 422 naming a document, 429, 503 or 504.
             ClientDisconnect: the client left; its work was cancelled.
         """
-        self._admit()
+        self._admit(len(inputs))
         self._running += 1
+        self._running_inputs += len(inputs)
         try:
             with self._metrics.computing():
                 embeddings = await _unless_disconnected(request, self._embed(inputs, options, param))
         finally:
             self._running -= 1
+            self._running_inputs -= len(inputs)
         seen = np.where(embeddings.truncated, self.model().max_length, embeddings.n_tokens)
         tokens = int(seen.sum(dtype=np.int64))
         self._metrics.documents.inc(len(inputs))
         self._metrics.tokens.inc(tokens)
         return embeddings.vectors, tokens
 
-    def _admit(self) -> None:
+    def _admit(self, inputs: int) -> None:
         self.check_reachable()
         state = self._watch.state
         if state.problem:
@@ -94,7 +99,7 @@ class Embedder:
             raise ApiError(
                 429, "queue_full", "The queue is full; try again later.", retry_after_s=state.retry_after_s()
             )
-        if self._running >= self._most:
+        if self._running >= self._most or self._running_inputs + inputs > self._most_inputs:
             raise ApiError(
                 429, "overloaded", "Too many requests are being embedded.", retry_after_s=state.retry_after_s()
             )

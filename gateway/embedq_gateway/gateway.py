@@ -56,6 +56,7 @@ class Gateway:
             self.metrics,
             broker,
             max_in_flight=settings.max_in_flight,
+            max_in_flight_inputs=max(settings.max_in_flight_inputs, settings.max_inputs),
             timeout_s=settings.request_timeout_s,
         )
         self._runner = BatchRunner(

@@ -103,6 +103,23 @@ def tei_request(body: bytes | memoryview) -> TeiRequest:
     return decoded(_tei_decoder, body)
 
 
+def read_request(
+    request: EmbeddingsRequest | TeiRequest, model: ServedModel, limits: Limits, aliases: tuple[str, ...]
+) -> tuple[Inputs, EncodingOptions]:
+    """What is to be embedded, and how; raises ApiError 400, 404 or 413."""
+    check_model(request.model, model, aliases)
+    options = encoding_options(request, model, limits)
+    if isinstance(request, TeiRequest):
+        inputs = parse_inputs(request.inputs, limits, param="inputs")
+    else:
+        inputs = parse_inputs(request.input, limits)
+    if options.prompt and inputs.token_ids is not None:
+        # Ids are the model's input as they are: a prompt would be without effect, and nobody would notice.
+        param = "prompt_name" if request.prompt_name is not None else "input_type"
+        raise ApiError(400, "invalid_prompt", "A prompt cannot be put before token ids.", param=param)
+    return inputs, options
+
+
 def parse_inputs(raw: msgspec.Raw, limits: Limits, *, param: str = "input") -> Inputs:
     """A string, a list of strings, a list of token ids, or a list of such lists; raises ApiError 400 or 413."""
     found = _OPENING.match(memoryview(raw))

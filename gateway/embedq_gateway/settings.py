@@ -46,6 +46,9 @@ class GatewaySettings(BaseModel):
     max_in_flight: int = Field(
         512, ge=1, description="Requests being embedded at once; more are answered with 429 and Retry-After."
     )
+    max_in_flight_inputs: int = Field(
+        16_384, ge=1, description="Texts being embedded at once for all requests; more are answered with 429."
+    )
     max_buffered_bytes: int = Field(
         256 << 20, ge=1 << 20, description="Bytes of all request bodies held in memory at once; above it 429."
     )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from embedq_gateway.batch.lines import LineError, decode_line, read_lines
 from embedq_gateway.errors import ApiError
-from embedq_gateway.inputs import Limits, check_model, embeddings_request, encoding_options, parse_inputs
+from embedq_gateway.inputs import Limits, embeddings_request, read_request
 from embedq_gateway.watch import ServedModel
 
 REFUSED = -1
@@ -169,10 +169,8 @@ def make_plan(source: Path, model: ServedModel, limits: BatchLimits) -> Plan:
             run, count = REFUSED, 0
             try:
                 body = embeddings_request(memoryview(request.body))
-                check_model(body.model, model, limits.aliases)
-                encoding = encoding_options(body, model, limits.request)
-                count = len(parse_inputs(body.input, limits.request))
-                run = found.setdefault(encoding, len(found))
+                inputs, encoding = read_request(body, model, limits.request, limits.aliases)
+                count, run = len(inputs), found.setdefault(encoding, len(found))
             except ApiError as error:
                 refusals[len(offsets)] = (error.status, error.body)
             if run == len(documents):

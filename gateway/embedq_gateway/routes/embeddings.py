@@ -11,7 +11,7 @@ from starlette.responses import Response
 from embedq_gateway.answers import embeddings_body, to_json
 from embedq_gateway.body import off_loop
 from embedq_gateway.errors import ApiError
-from embedq_gateway.inputs import check_model, embeddings_request, encoding_options, parse_inputs
+from embedq_gateway.inputs import check_model, embeddings_request, read_request
 from embedq_gateway.routes.common import Tenant, TheGateway
 from embedq_gateway.spec import EMBEDDINGS_REQUEST, EMBEDS, errors, json_body
 from embedq_gateway.watch import ServedModel
@@ -64,9 +64,8 @@ async def create_embeddings(request: Request, tenant: Tenant, gateway: TheGatewa
     async with gateway.bodies.json(request) as body:
         asked = await off_loop(len(body), lambda: embeddings_request(body))
         model = gateway.embedder.model()
-        check_model(asked.model, model, gateway.settings.model_alias)
-        options = encoding_options(asked, model, gateway.limits)
-        inputs = await off_loop(len(body), lambda: parse_inputs(asked.input, gateway.limits))
+        aliases = gateway.settings.model_alias
+        inputs, options = await off_loop(len(body), lambda: read_request(asked, model, gateway.limits, aliases))
         vectors, tokens = await gateway.embedder.embed(request, inputs, options)
     content = await off_loop(
         vectors.nbytes, lambda: to_json(embeddings_body(vectors, tokens, asked.model, as_base64=asked.base64))

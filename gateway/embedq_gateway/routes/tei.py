@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from embedq_gateway.answers import to_json
 from embedq_gateway.body import off_loop
-from embedq_gateway.inputs import check_model, encoding_options, parse_inputs, tei_request
+from embedq_gateway.inputs import read_request, tei_request
 from embedq_gateway.routes.common import Tenant, TheGateway
 from embedq_gateway.spec import EMBEDS, TEI_REQUEST, errors, json_body
 
@@ -42,9 +42,8 @@ async def embed(request: Request, tenant: Tenant, gateway: TheGateway) -> Respon
     async with gateway.bodies.json(request) as body:
         asked = await off_loop(len(body), lambda: tei_request(body))
         model = gateway.embedder.model()
-        check_model(asked.model, model, gateway.settings.model_alias)
-        options = encoding_options(asked, model, gateway.limits)
-        inputs = await off_loop(len(body), lambda: parse_inputs(asked.inputs, gateway.limits, param="inputs"))
+        aliases = gateway.settings.model_alias
+        inputs, options = await off_loop(len(body), lambda: read_request(asked, model, gateway.limits, aliases))
         vectors, _ = await gateway.embedder.embed(request, inputs, options, param="inputs")
     content = await off_loop(vectors.nbytes, lambda: to_json(list(vectors)))
     return Response(content, media_type="application/json")

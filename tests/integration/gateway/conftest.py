@@ -33,7 +33,7 @@ def start_stack(tmp_path: Path, served_model: Path) -> Iterator[Callable[..., St
     """Start stacks of the test's own: `start_stack("--max-in-flight", 4)`. Stopped afterwards."""
     with ExitStack() as cleanup:
 
-        def start(*options: object) -> Stack:
-            return cleanup.enter_context(Stack(tmp_path, served_model, *options))
+        def start(*options: object, worker: bool = True) -> Stack:
+            return cleanup.enter_context(Stack(tmp_path, served_model, *options, worker=worker))
 
         yield start

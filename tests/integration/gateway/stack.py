@@ -112,8 +112,8 @@ class Gateway(Caller):
 class Stack(Caller):
     """A server, a worker, and one or more gateways. Calls go to the gateway that was started last by `restart`."""
 
-    def __init__(self, folder: Path, model: Path, *options: object, kind: Kind = "valkey") -> None:
-        """`options` are flags of `embedq serve`."""
+    def __init__(self, folder: Path, model: Path, *options: object, kind: Kind = "valkey", worker: bool = True) -> None:
+        """`options` are flags of `embedq serve`; without `worker` a test starts one itself."""
         self.folder = folder
         self.model = model
         self.data = folder / "data"
@@ -121,14 +121,17 @@ class Stack(Caller):
         self.server = Server(kind)
         self.worker: Program
         self.gateway: Gateway
+        self._with_worker = worker
         self._options = options
 
     def __enter__(self) -> Self:
         self.server.start()
         try:
-            self.start_worker()
+            if self._with_worker:
+                self.start_worker()
             self.start_gateway()
-            self.gateway.wait_ready()
+            if self._with_worker:
+                self.gateway.wait_ready()
         except BaseException:
             self.close()
             raise
@@ -142,7 +145,8 @@ class Stack(Caller):
     def close(self) -> None:
         for gateway in self.gateways:
             gateway.program.kill()
-        self.worker.kill()
+        if hasattr(self, "worker"):
+            self.worker.kill()
         self.server.close()
 
     def start_worker(self, *options: object) -> None:

@@ -192,7 +192,7 @@ def test_what_a_finished_batch_used_is_given_back(stack: Stack) -> None:
 def test_each_request_of_5000_has_one_outcome_though_everything_is_killed(
     rounds: int, start_stack: Callable[..., Stack]
 ) -> None:
-    stack = start_stack()
+    stack = start_stack(worker=False)
     model, count = stack.model.name, 5000
     lines = [
         line(f"r{i}", model, [f"text {i}", "a second one"] if i % 10 == 0 else f"text {i}", dimensions=(8, 32)[i % 2])
@@ -200,13 +200,11 @@ def test_each_request_of_5000_has_one_outcome_though_everything_is_killed(
     ]
     for i in range(0, count, 500):
         lines[i] = line(f"r{i}", model, "long " * 100)
-    stack.worker.kill()
     batch_id = create(stack, lines)
     stack.restart_gateway()
-    wait_until(lambda: state(stack, batch_id)["status"] == "in_progress", "the batch is under way")
     for _ in range(rounds):
         before = state(stack, batch_id)
-        assert before["status"] == "in_progress"
+        assert before["status"] in ("validating", "in_progress")
         stack.start_worker("--max-batch-tokens", "512")
         wait_until(lambda before=before: progressed(state(stack, batch_id), before), "some requests are done")
         stack.worker.kill()

@@ -42,6 +42,7 @@ BAD_BODIES: dict[str, tuple[Any, int, str, str | None]] = {
         "invalid_prompt",
         "prompt_name",
     ),
+    "prompt for ids": ({"input": [1, 2], "input_type": "query"}, 400, "invalid_prompt", "input_type"),
     "another model": ({"input": "a", "model": "gpt-9"}, 404, "model_not_found", "model"),
     "text too long": ({"input": ["a", "long " * 200]}, 400, "too_long", "input[1]"),
 }
