@@ -184,6 +184,11 @@ class BatchRegistry:
         lock = self._keys.lock(f"batch:{batch_id}")
         return bool(scripts.call(self._client, "hold", [lock], [holder, ttl_ms], allow_oom=True))
 
+    def holder(self, batch_id: str) -> str | None:
+        """Who has the lease on a batch."""
+        value: Any = self._client.get(self._keys.lock(f"batch:{batch_id}"))
+        return None if value is None else text(value)
+
     def let_go(self, batch_id: str, holder: str) -> None:
         """Give the lease back."""
         scripts.call(self._client, "unlock", [self._keys.lock(f"batch:{batch_id}")], [holder], allow_oom=True)

@@ -118,12 +118,22 @@ class BatchRunner:
         for record in records:
             if self._stop.is_set():
                 break
-            if self._registry.hold(record.id, self._holder, ttl_ms=_LEASE_MS):
+            if self._take(record.id):
                 self._held.add(record.id)
                 busy = self._guarded_step(record) or busy
             else:
                 self._release(record.id)
         return busy
+
+    def _take(self, batch_id: str) -> bool:
+        if self._registry.hold(batch_id, self._holder, ttl_ms=_LEASE_MS):
+            return True
+        holder = self._registry.holder(batch_id)
+        if holder is None or not _is_dead(holder):
+            return False
+        # Killed on this machine: there is nothing to wait for.
+        self._registry.let_go(batch_id, holder)
+        return self._registry.hold(batch_id, self._holder, ttl_ms=_LEASE_MS)
 
     def _release(self, batch_id: str) -> None:
         self._works.pop(batch_id, None)
@@ -321,3 +331,20 @@ class BatchRunner:
                     self._registry.hold(batch_id, self._holder, ttl_ms=_LEASE_MS)
             except RedisError as error:
                 log.warning("cannot renew leases on batches: %s", error)
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether the gateway of this name ran on this machine, and its process is gone."""
+    host, pid, _ = holder.rsplit(":", 2)
+    if host != socket.gethostname():
+        return False
+    if int(pid) == os.getpid():
+        # A container that was started again: the same process id is ours now.
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
