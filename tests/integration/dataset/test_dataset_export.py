@@ -204,6 +204,56 @@ def test_a_table_is_replaced_in_one_transaction(embedq: Command, tmp_path: Path,
     assert tables == [("embeddings",)]
 
 
+def kill_after(module: str, source: str, count: int, call: str) -> None:
+    """Run `call` of an export module in a process that is killed when `source` has given `count` items."""
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from embedq.dataset import open_dataset
+from embedq.dataset.export import {module} as module
+whole = module.{source}
+def killing(reader):
+    for number, item in enumerate(whole(reader)):
+        if number == {count}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield item
+module.{source} = killing
+{call}
+"""
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+
+
+def test_an_export_to_postgresql_that_is_killed_leaves_the_old_table_alone(
+    embedq: Command, tmp_path: Path, postgres_url: str
+) -> None:
+    import psycopg
+
+    to = ("--to", "pgvector", "--url", postgres_url, "--replace")
+    assert embedq("export", make_dataset(tmp_path / "first", [[0, 1]]), *to).status == 0
+    second = make_dataset(tmp_path / "second", [list(range(5, 3000))])
+    call = f"module.export_pgvector(open_dataset({str(second)!r}), {postgres_url!r}, 'embeddings', replace=True)"
+    kill_after("pgvector", "_rows", 2000, call)
+    assert postgres_rows(postgres_url) == [(0, text_of(0)), (1, text_of(1))]
+    assert embedq("export", second, *to).status == 0
+    assert len(postgres_rows(postgres_url)) == 2995
+    with psycopg.connect(postgres_url) as connection:
+        tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+    assert tables == [("embeddings",)]
+
+
+def test_an_export_to_qdrant_that_is_killed_is_completed_by_the_next(embedq: Command, tmp_path: Path) -> None:
+    from qdrant_client import QdrantClient
+
+    path = make_dataset(tmp_path / "d", [list(range(12))])
+    call = f"module._ROWS = 4; module.export_qdrant(open_dataset({str(path)!r}), Path('q'), 'docs', api_key=None, replace=False)"
+    kill_after("qdrant", "_points", 1, call)
+    assert embedq("export", path, "--to", "qdrant", "-o", "q", "--table", "docs").status == 0
+    client = QdrantClient(path="q")
+    assert client.count("docs").count == 12
+    client.close()
+
+
 def test_what_postgresql_refuses_leaves_the_table_as_it_was(embedq: Command, tmp_path: Path, postgres_url: str) -> None:
     first = make_dataset(tmp_path / "first", [[0, 1]])
     to = ("--to", "pgvector", "--url", postgres_url, "--replace")
