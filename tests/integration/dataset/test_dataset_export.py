@@ -246,7 +246,8 @@ def test_an_export_to_qdrant_that_is_killed_is_completed_by_the_next(embedq: Com
     from qdrant_client import QdrantClient
 
     path = make_dataset(tmp_path / "d", [list(range(12))])
-    call = f"module._ROWS = 4; module.export_qdrant(open_dataset({str(path)!r}), Path('q'), 'docs', api_key=None, replace=False)"
+    call = f"module._ROWS = 4\nmodule.export_qdrant(open_dataset({str(path)!r}), Path('q'), 'docs', "
+    call += "api_key=None, replace=False)"
     kill_after("qdrant", "_points", 1, call)
     assert embedq("export", path, "--to", "qdrant", "-o", "q", "--table", "docs").status == 0
     client = QdrantClient(path="q")
