@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import socket
 from collections.abc import Callable
 
@@ -12,7 +14,11 @@ from embedq_gateway.app import create_app
 from embedq_gateway.gateway import Gateway
 from embedq_gateway.protocol import bounded_protocol
 
+log = logging.getLogger(__name__)
+
 _BACKLOG = 2048
+_OTHER_FILES = 256
+"""Files open besides connections: uploads, results, the queue's server."""
 _KEEP_ALIVE_S = 75
 """Longer than load balancers keep idle connections: the one that closes should be they."""
 
@@ -32,7 +38,9 @@ def serve(gateway: Gateway, on_listening: Callable[[str], None], stopping: Calla
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
         create_app(gateway),
-        http=bounded_protocol(head_timeout_s=settings.head_timeout_s, max_connections=settings.max_connections),
+        http=bounded_protocol(
+            head_timeout_s=settings.head_timeout_s, max_connections=_allowed_connections(settings.max_connections)
+        ),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -43,6 +51,19 @@ def serve(gateway: Gateway, on_listening: Callable[[str], None], stopping: Calla
     )
     shown = f"[{host}]" if ":" in host else host
     _Server(config, lambda: on_listening(f"http://{shown}:{port}"), stopping).run(sockets=[listener])
+
+
+def _allowed_connections(wanted: int) -> int:
+    """`wanted`, or as many as this process may have files open for; raises its soft limit as far as need be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < needed:
+            log.warning("this process may open %d files, so at most %d connections", soft, soft - _OTHER_FILES)
+            return max(1, soft - _OTHER_FILES)
+    return wanted
 
 
 class _Server(uvicorn.Server):
