@@ -162,12 +162,14 @@ class DatasetReader:
         for file in self.files:
             yield from self.file_batches(file, schema, batch_rows)
 
-    def file_batches(self, file: PublishedFile, schema: pa.Schema, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        """The rows of one file, columns as in `schema`; raises OutputError as `batches` does."""
+    def file_batches(
+        self, file: PublishedFile, schema: pa.Schema, batch_rows: int, *, groups: Sequence[int] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of one file, columns as in `schema`, from all or some row groups; raises OutputError."""
         with self.opened(file) as opened:
             _check_columns(self.path / file.name, opened.schema_arrow, schema)
             # Over several row groups Arrow keeps what it has read until the last.
-            for group in range(opened.num_row_groups):
+            for group in range(opened.num_row_groups) if groups is None else groups:
                 for batch in opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=schema.names):
                     yield batch.select(schema.names)
 

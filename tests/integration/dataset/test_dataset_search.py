@@ -117,13 +117,17 @@ def test_many_questions_take_several_batches_and_equal_those_taken_alone(made: M
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["unit vectors", "others"])
-def test_blocks_files_and_row_groups_do_not_show_in_the_ranking(scale: float, tmp_path: Path) -> None:
+def test_files_row_groups_and_threads_do_not_show_in_the_ranking(
+    scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 100 rows of 8 dimensions.
+    monkeypatch.setattr("embedq_worker.sinks.parquet.ROW_GROUP_BYTES", 3200)
     files = [list(range(500)), list(range(500, 503)), list(range(503, 900))]
     dataset = open_dataset(make_dataset(tmp_path / "d", files, scale=scale))
     queries = vectors_of([17, 502, 899, 1234])
     scores = vectors_of(range(900)).astype(np.float64) @ queries.T.astype(np.float64)
-    for k in (1, 10, 2000):
-        for column, hits in enumerate(nearest(dataset, queries, k, threads=1)):
+    for k, threads in ((1, 1), (10, 3), (2000, 2)):
+        for column, hits in enumerate(nearest(dataset, queries, k, threads=threads)):
             best = np.sort(scores[:, column])[::-1][:k]
             assert len(hits) == min(k, 900)
             np.testing.assert_allclose([hit.score for hit in hits], best, atol=1e-6)
@@ -137,8 +141,9 @@ def test_equal_scores_go_to_the_earlier_row(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         add_file(path, rows_of([5, 5], ids=[f"{name}1", f"{name}2"]))
     complete(path, 6, 3)
-    (hits,) = nearest(open_dataset(path), vectors_of([5]), 3, threads=1)
-    assert [hit.row["id"] for hit in hits] == ["a1", "a2", "b1"]
+    for threads in (1, 3):
+        (hits,) = nearest(open_dataset(path), vectors_of([5]), 3, threads=threads)
+        assert [hit.row["id"] for hit in hits] == ["a1", "a2", "b1"]
 
 
 def test_an_incomplete_dataset_is_searched_only_on_request(made: Made, embedq: Command, tmp_path: Path) -> None:
