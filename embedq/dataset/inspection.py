@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from embedq_producer.id_set import hash_ids
 from embedq_schemas.run import RunSpec
+from embedq_schemas.text_hash import text_keys
 from embedq_schemas.vector_batch import VectorBatch
 from embedq_worker.embed import NORM_TOLERANCE
 from embedq_worker.sinks.dataset import Dataset
@@ -77,7 +77,7 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
         with RepeatedKeys() as ids, RepeatedKeys() as texts:
             for batch in reader.batches(_COLUMNS):
                 ids.add(hash_ids(batch.column("id")))
-                texts.add(_leading_bytes(batch.column("text_sha256")))
+                texts.add(text_keys(batch.column("text_sha256")))
                 norms.add(VectorBatch(batch).vectors)
                 lengths.add(batch.column("n_tokens").to_numpy())
                 truncated += batch.column("truncated").true_count
@@ -101,12 +101,6 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
         strangers=sum(path.name not in listed for path in reader.path.glob("part-*.parquet")),
         summary=reader.summary,
     )
-
-
-def _leading_bytes(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
-    """The first 8 bytes of each digest: enough to tell texts apart, as 64-bit hashes tell ids."""
-    data = np.frombuffer(digests.buffers()[1], dtype=np.uint8).reshape(-1, 32)
-    return np.ascontiguousarray(data[digests.offset : digests.offset + len(digests), :8]).view(np.uint64)[:, 0]
 
 
 class _NormsSoFar:

@@ -198,21 +198,27 @@ def open_dataset(path: str | Path, *, partial: bool = False) -> DatasetReader:
     spec = dataset.run_spec()
     if spec is None:
         raise RunNotFoundError(f"{path} holds no run")
+    while True:
+        reader = _look(dataset, spec)
+        if not (reader.complete or partial):
+            raise RunIncompleteError(
+                f"{path} is not complete, it holds {reader.rows:,} vectors so far; finish its run, or add --partial"
+            )
+        try:
+            _check_files(reader)
+        except OutputError:
+            if _look(dataset, spec) == reader:
+                raise
+            # A compaction went on while we looked.
+            continue
+        return reader
+
+
+def _look(dataset: Dataset, spec: RunSpec) -> DatasetReader:
     # The mark first: files published between the two looks belong to a run that was not complete.
     summary = _summary(dataset)
-    reader = DatasetReader(
-        path=dataset.path,
-        spec=spec,
-        files=tuple(read_manifest(dataset.path).values()),
-        complete=summary is not None,
-        summary=summary or {},
-    )
-    if not (reader.complete or partial):
-        raise RunIncompleteError(
-            f"{path} is not complete, it holds {reader.rows:,} vectors so far; finish its run, or add --partial"
-        )
-    _check_files(reader)
-    return reader
+    files = tuple(read_manifest(dataset.path).values())
+    return DatasetReader(dataset.path, spec, files, complete=summary is not None, summary=summary or {})
 
 
 def _summary(dataset: Dataset) -> dict[str, Any] | None:

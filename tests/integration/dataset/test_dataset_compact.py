@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,24 @@ def test_a_reader_in_the_middle_of_its_files_goes_on_through_a_compaction(tmp_pa
     assert compact(path, grace_s=60).waiting_files == 3
     assert compact(path).waiting_files == 0
     assert_sound(path, rows=6, files=1)
+
+
+@pytest.mark.parametrize("attempt", range(6))
+def test_readers_that_open_the_dataset_at_any_moment_see_each_document_once(attempt: int, tmp_path: Path) -> None:
+    path = make_dataset(tmp_path / "d", [list(range(number, 400, 20)) for number in range(20)])
+    for seed in range(1, 4):
+        add_file(path, rows_of(range(0, 400, 40), seed=seed))
+    complete(path, 430, 23)
+    expected = vectors_of(range(400))
+    expected[::40] = vectors_of(range(0, 400, 40), seed=3)
+    with ThreadPoolExecutor(1) as pool:
+        compaction = pool.submit(compact, path, grace_s=60)
+        over = False
+        while not over:
+            over = compaction.done()
+            batches = list(open_dataset(path).batches(["vector"], order="input"))
+            np.testing.assert_array_equal(np.concatenate([VectorBatch(b).vectors for b in batches]), expected)
+    assert compaction.result().rows_dropped == 30
 
 
 def test_files_of_different_machines_are_merged_and_say_what_they_were_computed_in(tmp_path: Path) -> None:
