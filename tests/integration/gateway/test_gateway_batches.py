@@ -202,8 +202,10 @@ def test_each_request_of_5000_has_one_outcome_though_everything_is_killed(
         lines[i] = line(f"r{i}", model, "long " * 100)
     batch_id = create(stack, lines)
     stack.restart_gateway()
-    for _ in range(rounds):
+    for number in range(rounds):
         before = state(stack, batch_id)
+        if number >= 2 and before["status"] == "finalizing":
+            break  # it has come that far between two kills
         assert before["status"] in ("validating", "in_progress")
         stack.start_worker("--max-batch-tokens", "512")
         wait_until(lambda before=before: progressed(state(stack, batch_id), before), "some requests are done")
