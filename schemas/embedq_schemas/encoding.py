@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from embedq_schemas.quantize import VectorType, decode_ranges
 
 
 class TruncationSide(StrEnum):
@@ -44,3 +49,21 @@ class EncodingOptions(BaseModel):
     truncation_side: TruncationSide = TruncationSide.RIGHT
     on_special_tokens: OnSpecialTokens = OnSpecialTokens.KEEP
     on_long: OnLong = OnLong.TRUNCATE
+    #: How vectors are stored and sent.
+    vector_type: VectorType = VectorType.FLOAT32
+    #: Ranges of int8 and uint8, as `encode_ranges` writes them. None: found from the run's first vectors.
+    vector_ranges: str | None = Field(default=None, max_length=1 << 20)
+
+    @property
+    def ranges(self) -> NDArray[np.float32] | None:
+        """`vector_ranges` as float32 [2, dimensions]."""
+        return None if self.vector_ranges is None else decode_ranges(self.vector_ranges)
+
+    @model_validator(mode="after")
+    def _vectors_fit(self) -> Self:
+        if self.ranges is not None and not self.vector_type.ranged:
+            raise ValueError(f"{self.vector_type} vectors have no ranges; int8 and uint8 have")
+        fault = None if self.dimensions is None else self.vector_type.fault(self.dimensions, self.ranges)
+        if fault is not None:
+            raise ValueError(fault)
+        return self

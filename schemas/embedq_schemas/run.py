@@ -124,6 +124,15 @@ class RunSpec(BaseModel):
             raise ValueError(f"{len(self.metadata_types)} metadata types for {len(self.metadata)} columns")
         return self
 
+    @model_validator(mode="after")
+    def _ranges_known(self) -> Self:
+        if self.encoding.vector_type.ranged and self.encoding.vector_ranges is None and self.sink.kind == "stream":
+            raise ValueError(
+                f"{self.encoding.vector_type} results kept in Redis need vector_ranges; "
+                "only the workers of a dataset find them themselves"
+            )
+        return self
+
     @property
     def metadata_fields(self) -> dict[str, pa.DataType]:
         """Metadata columns kept into the output, in order, with their types."""

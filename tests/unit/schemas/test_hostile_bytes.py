@@ -18,6 +18,7 @@ from embedq_schemas.errors import CodecError, UnsupportedVersionError
 from embedq_schemas.job import INPUT_IDS_TYPE, Codec, decode_job, encode_job
 from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.names import MAX_METADATA_COLUMNS
+from embedq_schemas.quantize import VectorType
 from embedq_schemas.run import RunSpec
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
 from embedq_schemas.vector_batch import VectorBatch, make_vector_batch
@@ -46,6 +47,7 @@ TOKENS = make_token_batch(
     metadata=("lang",),
 )
 VECTORS = make_vector_batch(TOKENS, np.ones((3, 4), np.float32))
+RANGES = np.array([[0.0] * 4, [1.0] * 4], np.float32)
 
 
 def read_job(payload: bytes) -> pa.RecordBatch:
@@ -65,6 +67,8 @@ FORMATS: dict[str, tuple[bytes, Callable[[bytes], pa.RecordBatch]]] = {
     "job of token ids": (bytes(encode_job(IDS)), read_job),
     "token batch": (bytes(TOKENS.encode()), read_tokens),
     "vector batch": (bytes(VECTORS.encode()), read_vectors),
+    "vector batch of float16": (bytes(VECTORS.quantized(VectorType.FLOAT16).encode()), read_vectors),
+    "vector batch of int8": (bytes(VECTORS.quantized(VectorType.INT8, RANGES).encode()), read_vectors),
 }
 JSON_FORMATS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "json job": (
