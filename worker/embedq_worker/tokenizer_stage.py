@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from embedq_schemas.ipc import METADATA_TYPE
 from embedq_schemas.job import Codec, decode_job, encode_job, holds_ids
 from embedq_schemas.names import Lane
 from embedq_schemas.run import RunSpec
+from embedq_schemas.text_hash import hash_texts
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
 from numpy.typing import NDArray
 
@@ -315,13 +315,3 @@ def _select(documents: pa.RecordBatch, columns: Sequence[str], metadata: Mapping
         for name in names
     ]
     return pa.RecordBatch.from_arrays(arrays, names=names)
-
-
-def hash_texts(texts: pa.StringArray) -> pa.Array:
-    """SHA-256 of each text's UTF-8 bytes: FixedSizeBinary(32) [n]. `texts` holds no nulls."""
-    buffers = texts.buffers()
-    offsets = np.frombuffer(buffers[1], np.int32, count=len(texts) + 1, offset=4 * texts.offset).tolist()
-    data = memoryview(buffers[2]) if buffers[2] is not None else memoryview(b"")
-    sha256 = hashlib.sha256
-    digests = [sha256(data[start:end]).digest() for start, end in itertools.pairwise(offsets)]
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), len(texts), [None, pa.py_buffer(b"".join(digests))])

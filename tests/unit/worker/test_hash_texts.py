@@ -6,7 +6,7 @@ import hashlib
 
 import pyarrow as pa
 import pytest
-from embedq_worker.tokenizer_stage import hash_texts
+from embedq_schemas.text_hash import hash_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
