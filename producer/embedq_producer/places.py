@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol, cast
 
+import pyarrow as pa
+import pyarrow.fs
 from embedq_schemas.errors import InputError, UsageError
 
 SAMPLE_BYTES = 64 * 1024
@@ -21,7 +23,7 @@ PEEK_BYTES = 1 << 20
 
 _MARKS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "created")
 """What file systems call the thing that changes with a file's content."""
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_ARROW_SCHEMES = {"gcs": "gs", "s3a": "s3", "az": "abfs"}
 
 
 class Place(Protocol):
@@ -194,20 +196,29 @@ def describe_os_error(error: Exception) -> str:
 
 
 def remote_filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path inside it; raises UsageError where a package is missing."""
+    """The fsspec file system of a URL, and the path inside it.
+
+    Arrow's own file systems serve where the package that fsspec would use is not installed. Raises UsageError where
+    nothing does, InputError where the URL leads nowhere.
+    """
     scheme = url.partition("://")[0]
-    extra = _EXTRAS.get(scheme, scheme if scheme in ("http", "https") else "remote").replace("https", "http")
     try:
         from fsspec.core import url_to_fs
+        from fsspec.implementations.arrow import ArrowFSWrapper
     except ImportError:
-        raise UsageError(f"{scheme}:// needs fsspec: pip install 'embedq[{extra}]'") from None
+        raise UsageError(f"{scheme}:// needs fsspec: pip install 'embedq[remote]'") from None
     try:
-        filesystem, path = url_to_fs(url)
+        return cast(tuple[Any, str], url_to_fs(url))
     except ImportError as error:
-        raise UsageError(f"{scheme}:// needs a package: pip install 'embedq[{extra}]' ({error})") from None
+        try:
+            filesystem, path = pa.fs.FileSystem.from_uri(_ARROW_SCHEMES.get(scheme, scheme) + url[len(scheme) :])
+            return ArrowFSWrapper(filesystem), path
+        except (pa.ArrowException, ValueError, OSError):
+            raise UsageError(f"{scheme}:// needs another package: {describe_os_error(error)}") from None
     except ValueError as error:
         raise UsageError(f"{url} cannot be read: {describe_os_error(error)}") from None
-    return filesystem, path
+    except Exception as error:  # the libraries behind fsspec each have exceptions of their own
+        raise InputError(f"The corpus {url} cannot be reached: {describe_os_error(error)}.") from error
 
 
 @contextmanager
