@@ -82,7 +82,7 @@ def _embedq(
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE...",
+        metavar="SOURCE",
         help="Files, directories, globs, URLs, or - for standard input: JSONL, JSON, CSV, Parquet, Arrow, text.",
     ),
 ]

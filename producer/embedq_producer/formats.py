@@ -36,7 +36,7 @@ class Compression(StrEnum):
     ZSTD = "zstd"
 
 
-_SUFFIXES = {
+SUFFIXES = {
     ".jsonl": Format.JSONL,
     ".ndjson": Format.JSONL,
     ".jsonlines": Format.JSONL,
@@ -74,7 +74,7 @@ def of_name(name: str) -> Format | None:
     path = PurePosixPath(name.lower())
     if path.suffix in _PACKED_SUFFIXES:
         path = PurePosixPath(path.stem)
-    return _SUFFIXES.get(path.suffix)
+    return SUFFIXES.get(path.suffix)
 
 
 def packed_with(head: bytes) -> Compression | None:

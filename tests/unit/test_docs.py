@@ -9,9 +9,11 @@ import embedq_producer.client  # noqa: F401  their errors are part of the tree
 import embedq_worker.supervisor  # noqa: F401
 import pytest
 import typer
+from embedq_producer.formats import SUFFIXES, Format
 from embedq_schemas.errors import DocumentErrorCode, EmbedqError
 
 from embedq.cli import app
+from embedq.options import RunOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +39,20 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+def test_every_format_and_every_suffix_is_documented_and_nothing_else() -> None:
+    page = (ROOT / "docs/sources.md").read_text()
+    rows = re.findall(r"^\| `([a-z]+)` \| (.*?) \|", page, re.MULTILINE)
+    assert [name for name, _ in rows] == [format.value for format in Format]
+    told = {suffix: name for name, cell in rows for suffix in re.findall(r"`(\.[a-z]+)`", cell)}
+    assert told == {suffix: format.value for suffix, format in SUFFIXES.items()}
+
+
+def test_the_options_and_codes_that_the_sources_page_names_exist() -> None:
+    page = (ROOT / "docs/sources.md").read_text()
+    flags = {flag.partition(",")[0] for flag in map(RunOptions.flag, RunOptions.model_fields)}
+    assert set(re.findall(r"--[a-z][a-z-]*", page)) <= flags
+    codes = set(re.findall(r"\(`([a-z_0-9]+)`\)", page))
+    assert codes
+    assert codes <= {code.value for code in DocumentErrorCode}
