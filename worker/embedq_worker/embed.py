@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from embedq_broker import metrics
@@ -14,6 +14,7 @@ from embedq_broker.faults import fault_point
 from embedq_schemas.dead_letter import DeadLetter, Stage, clip
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import DocumentErrorCode, EngineError
+from embedq_schemas.quantize import VectorType
 from embedq_schemas.token_batch import TokenBatch
 from embedq_schemas.vector_batch import VectorBatch, make_vector_batch
 from numpy.typing import NDArray
@@ -45,7 +46,16 @@ class Embedded:
 
     @property
     def vector_bytes(self) -> int:
-        return sum(part.vectors.num_documents * part.vectors.dimension * 4 for part in self.parts if part.vectors)
+        batches = (part.vectors for part in self.parts if part.vectors)
+        return sum(batch.num_documents * batch.vector_type.row_bytes(batch.dimension) for batch in batches)
+
+    def quantized(self, kind: VectorType, ranges: NDArray[np.float32] | None) -> Embedded:
+        """With all vectors as `kind`; see `VectorBatch.quantized`."""
+        parts = (
+            part if part.vectors is None else replace(part, vectors=part.vectors.quantized(kind, ranges))
+            for part in self.parts
+        )
+        return replace(self, parts=tuple(parts))
 
 
 class Embedding:
@@ -62,6 +72,9 @@ class Embedding:
         self._began = time.perf_counter()
         self._engine, self._entry, self._batch = engine, entry, batch
         self._dimensions, self._normalize = encoding.dimensions, normalize
+        # A unit vector fits into every type.
+        half = encoding.vector_type is VectorType.FLOAT16 and not normalize
+        self._largest = float(np.finfo(np.float16).max) if half else np.inf
         self._packed = PackedBatch(batch.input_ids, batch.cu_seqlens)
         self._flight = launch(engine, self._packed, dimensions=encoding.dimensions, normalize=normalize)
 
@@ -82,7 +95,7 @@ class Embedding:
         try:
             vectors = self._flight.result()
             _check_shape(vectors, len(packed), dimension)
-            suspects = _bad_rows(vectors, normalize)
+            suspects = _bad_rows(vectors, normalize, self._largest)
         except EngineError as error:
             log.warning("the forward pass failed on %d documents, trying each alone: %s", len(packed), error)
             vectors = np.zeros((len(packed), dimension), dtype=np.float32)
@@ -91,7 +104,7 @@ class Embedding:
             vectors = vectors.copy()
         reasons: dict[int, tuple[DocumentErrorCode, str]] = {}
         for row in suspects.tolist():
-            reason = _alone(engine, packed, row, vectors, self._dimensions, normalize)
+            reason = _alone(engine, packed, row, vectors, self._dimensions, normalize, self._largest)
             if reason is not None:
                 reasons[row] = reason
         if reasons:
@@ -143,6 +156,7 @@ def _alone(
     vectors: NDArray[np.float32],
     dimensions: int | None,
     normalize: bool,
+    largest: float,
 ) -> tuple[DocumentErrorCode, str] | None:
     """Encode document `row` by itself into `vectors`; the reason if that fails."""
     start, end = int(packed.cu_seqlens[row]), int(packed.cu_seqlens[row + 1])
@@ -152,8 +166,9 @@ def _alone(
         _check_shape(vector, 1, vectors.shape[1])
     except EngineError as error:
         return DocumentErrorCode.ENGINE_FAILED, str(error)
-    if len(_bad_rows(vector, normalize)):
-        return DocumentErrorCode.NOT_FINITE, "the vector holds NaN or infinity, or cannot be normalised"
+    if len(_bad_rows(vector, normalize, largest)):
+        reason = "the vector holds NaN or infinity, or cannot be normalised"
+        return DocumentErrorCode.NOT_FINITE, f"{reason}, or is beyond float16" if np.isfinite(largest) else reason
     vectors[row] = vector[0]
     return None
 
@@ -174,10 +189,12 @@ def _check_shape(vectors: NDArray[np.float32], n: int, dimension: int) -> None:
         raise EngineError(f"the engine returned {vectors.dtype} {vectors.shape}, expected float32 {(n, dimension)}")
 
 
-def _bad_rows(vectors: NDArray[np.float32], normalize: bool) -> NDArray[np.int64]:
-    """Rows that are not finite, or not of norm 1 within the tolerance where they should be."""
+def _bad_rows(vectors: NDArray[np.float32], normalize: bool, largest: float = np.inf) -> NDArray[np.int64]:
+    """Rows that are not finite, hold more than `largest`, or are not of norm 1 within the tolerance if they should."""
     squares = np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64)
     bad = ~np.isfinite(squares)
     if normalize:
         bad |= np.abs(np.sqrt(squares) - 1.0) > NORM_TOLERANCE
+    if np.isfinite(largest):
+        bad |= np.abs(vectors).max(axis=1) > largest
     return np.flatnonzero(bad)

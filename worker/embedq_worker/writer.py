@@ -15,16 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import redis
 from embedq_broker.commit import Commit, CommitOutcome, CommitRecord, Committed, unpublished
 from embedq_broker.consume import Consumer
 from embedq_broker.keys import Keys
 from embedq_broker.registry import Registry
-from embedq_schemas.errors import OutputError, StorageError
+from embedq_schemas.errors import EmbedqError, OutputError, StorageError, UsageError
 from embedq_schemas.manifest import PublishedFile
+from embedq_schemas.quantize import VectorType
 from embedq_schemas.run import Durability, ParquetSink, RunSpec, RunStatus, StreamSink
 from embedq_schemas.vector_batch import VectorBatch
+from numpy.typing import NDArray
 
+from embedq_worker.calibrate import Calibration, vector_metadata
 from embedq_worker.embed import Embedded
 from embedq_worker.hold import until_accepted
 from embedq_worker.keeper import Progress
@@ -40,6 +44,8 @@ _IDLE_S = 0.02
 """Pause in the flow after which it is worth asking whether a run has sent everything."""
 _STARVED_S = 1.0
 """Pause after which waiting rows are written anyway: their uncommitted inputs may be what fills the queue."""
+_CALIBRATION_PATIENCE_S = 10.0
+"""The same for rows that are too few to find their run's ranges from."""
 
 
 @dataclass
@@ -47,7 +53,10 @@ class _Pending:
     """Rows of one parquet run that wait for their file."""
 
     since: float
+    #: Vectors as the run stores them.
     items: list[Embedded] = field(default_factory=list)
+    #: Behind them, vectors in float32 until the run's ranges are found.
+    loose: list[Embedded] = field(default_factory=list)
     vector_bytes: int = 0
     input_bytes: int = 0
 
@@ -87,6 +96,7 @@ class Writer:
         self._pending: dict[str, _Pending] = {}
         self._draining = threading.Event()
         self._runs = RunCache(self._registry, url=url, give_up=self._draining.is_set)
+        self._calibration = Calibration(roots)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
@@ -105,9 +115,13 @@ class Writer:
                 continue
             return
 
+    def drain(self) -> None:
+        """Let nothing be waited out any more; `close` follows."""
+        self._draining.set()
+
     def close(self, timeout_s: float) -> None:
         """Write and commit everything handed over, then end the thread. Raises what ended the writer early."""
-        self._draining.set()
+        self.drain()
         deadline = time.monotonic() + timeout_s
         # A writer that ended, or hangs, takes nothing more from a full queue.
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -136,8 +150,12 @@ class Writer:
                     self._flush_due(idle=True)
                     continue
                 if item is None:
-                    for run in list(self._pending):
-                        self._flush(run)
+                    for run, pending in list(self._pending.items()):
+                        if self._settled(run, pending, now=self._nothing_follows(run)):
+                            self._flush(run)
+                        else:
+                            # Ranges of these few would be bad ones for all that follow.
+                            log.info("%d token batches of run %s are given back", len(pending.loose), run)
                     return
                 self._last_item = time.monotonic()
                 self._accept(item)
@@ -148,6 +166,8 @@ class Writer:
     def _wait_s(self) -> float:
         if not self._pending:
             return 1.0
+        if any(pending.loose for pending in self._pending.values()):
+            return _IDLE_S
         oldest = min(pending.since for pending in self._pending.values())
         due = oldest + self._flush_interval_s - time.monotonic()
         return max(0.001, min(due, _IDLE_S if self._queue.empty() else due))
@@ -158,10 +178,11 @@ class Writer:
         first = next(iter(specs.values()), None)
         if len(specs) == 1 and first is not None and isinstance(first.sink, ParquetSink):
             pending = self._pending.setdefault(first.run, _Pending(time.monotonic()))
-            pending.items.append(item)
-            pending.vector_bytes += item.vector_bytes
+            pending.loose.append(item)
             pending.input_bytes += len(item.entry.payload)
-            if pending.vector_bytes >= first.sink.file_bytes or pending.input_bytes >= self._most_input_bytes:
+            crowded = pending.input_bytes >= self._most_input_bytes
+            settled = self._settled(first.run, pending, now=crowded)
+            if settled and (crowded or pending.vector_bytes >= first.sink.file_bytes):
                 self._flush(first.run)
             return
         self._commit_results(item, specs)
@@ -171,10 +192,38 @@ class Writer:
         # While a batch is being computed, more rows are on their way to the same file.
         resting = idle and self._starved()
         starved = resting and now - self._last_item >= _STARVED_S
+        stuck = resting and now - self._last_item >= _CALIBRATION_PATIENCE_S
         for run, pending in list(self._pending.items()):
             due = starved or now - pending.since >= self._flush_interval_s
-            if due or (resting and self._nothing_follows(run)):
+            last = resting and (pending.loose or not due) and self._nothing_follows(run)
+            if (due or last) and self._settled(run, pending, now=last or stuck):
                 self._flush(run)
+
+    def _settled(self, run: str, pending: _Pending, *, now: bool) -> bool:
+        """Bring what waits into the run's vector type; False while it is too little to find the ranges from.
+
+        Args:
+            now: find them from what is there.
+        """
+        if not pending.loose:
+            return True
+        spec = self._runs.spec(run)
+        batches = [part.vectors for item in pending.loose for part in item.parts if part.vectors is not None]
+        if spec is not None and batches:
+            kind = spec.encoding.vector_type
+            try:
+                ranges = self._patiently(lambda: self._calibration.ranges(spec, batches, now=now))
+                if kind.ranged and ranges is None:
+                    return False
+                _check_type(kind, batches[0].dimension, ranges)
+            except (OutputError, UsageError) as error:
+                self._fail_run(run, error)
+            else:
+                pending.loose = [item.quantized(kind, ranges) for item in pending.loose]
+        pending.items += pending.loose
+        pending.vector_bytes += sum(item.vector_bytes for item in pending.loose)
+        pending.loose = []
+        return True
 
     def _nothing_follows(self, run: str) -> bool:
         """Whether the run's last token batches are out: then waiting for a fuller file is waiting for nothing."""
@@ -200,7 +249,15 @@ class Writer:
                 commit.count(part.run, "skipped", rows)
                 continue
             assert isinstance(spec.sink, StreamSink), "a batch that mixes runs holds only runs with result streams"
-            commit.add_result(part.run, rows, part.vectors.encode(), ttl_ms=spec.sink.ttl_s * 1000)
+            kind, ranges = spec.encoding.vector_type, spec.encoding.ranges
+            try:
+                _check_type(kind, part.vectors.dimension, ranges)
+            except UsageError as error:
+                self._fail_run(part.run, error)
+                commit.count(part.run, "skipped", rows)
+                continue
+            vectors = part.vectors.quantized(kind, ranges)
+            commit.add_result(part.run, rows, vectors.encode(), ttl_ms=spec.sink.ttl_s * 1000)
             commit.count(part.run, "succeeded", rows)
             commit.count(part.run, "tokens", part.tokens)
             documents, tokens = documents + rows, tokens + part.tokens
@@ -256,10 +313,15 @@ class Writer:
         self, spec: RunSpec, token: str, batches: list[VectorBatch], tokens: int
     ) -> tuple[Dataset, PublishedFile]:
         dataset = open_dataset(spec.sink.path, self._roots)  # type: ignore[union-attr]
+        ranges = self._calibration.ranges(spec, (), now=False)
 
         def attempt() -> PublishedFile:
             dataset.prepare(spec)
-            return stage(dataset, token, spec.run, batches, self._file_metadata(spec), tokens)
+            if ranges is not None and not np.array_equal(dataset.claim_ranges(ranges), ranges):
+                # Somebody emptied the directory under a run: its files must not be read with each other's ranges.
+                raise OutputError(f"{dataset.path} has other ranges than the vectors that wait for it")
+            metadata = {**self._file_metadata(spec), **vector_metadata(spec, ranges)}
+            return stage(dataset, token, spec.run, batches, metadata, tokens)
 
         return dataset, self._patiently(attempt)
 
@@ -306,8 +368,8 @@ class Writer:
 
         return until_accepted(attempt, url=self._url, give_up=self._draining.is_set)
 
-    def _fail_run(self, run: str, error: OutputError) -> None:
-        """The run's output cannot be used by anybody: end the run, so that its entries are skipped and counted."""
+    def _fail_run(self, run: str, error: EmbedqError) -> None:
+        """Nobody can write the run's output: end the run, so that its entries are skipped and counted."""
         log.error("run %s failed: %s", run, error)
         running = [RunStatus.VALIDATING, RunStatus.IN_PROGRESS]
         until_accepted(
@@ -316,3 +378,8 @@ class Writer:
             give_up=self._draining.is_set,
         )
         self._runs.forget(run)
+
+
+def _check_type(kind: VectorType, dimension: int, ranges: NDArray[np.float32] | None) -> None:
+    if fault := kind.fault(dimension, ranges):
+        raise UsageError(fault)

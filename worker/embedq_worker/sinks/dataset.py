@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from embedq_schemas.errors import CodecError, OutputError, StorageError
+from embedq_schemas.quantize import checked_ranges
 from embedq_schemas.run import RunSpec
+from numpy.typing import NDArray
 
 from embedq_worker.sinks.files import create_durably, fsync_directory, storage_errors
 
@@ -18,6 +22,7 @@ SUCCESS_NAME = "_SUCCESS"
 ERRORS_NAME = "_errors"
 STAGING_NAME = "_staging"
 STATE_NAME = "_state"
+RANGES_NAME = "_ranges.npy"
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,39 @@ class Dataset:
             self.staging.mkdir(exist_ok=True)
             self.errors.mkdir(exist_ok=True)
             fsync_directory(self.path.parent)
+
+    def ranges(self) -> NDArray[np.float32] | None:
+        """Ranges of the vectors, float32 [2, dimension]; None before they are found.
+
+        Raises:
+            OutputError: they do not read back.
+            StorageError: they cannot be read at the moment.
+        """
+        path = self.path / RANGES_NAME
+        try:
+            return checked_ranges(np.load(path, allow_pickle=False))
+        except FileNotFoundError:
+            return None
+        except (ValueError, EOFError) as error:
+            raise OutputError(f"{path} cannot be read: {error}") from None
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def claim_ranges(self, proposed: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Lay down the ranges, or get those that were there first. In a directory that `prepare` has claimed.
+
+        Raises:
+            OutputError, StorageError: as `ranges` does, or they cannot be written.
+        """
+        if (found := self.ranges()) is not None:
+            return found
+        data = io.BytesIO()
+        np.save(data, proposed)
+        with storage_errors(f"write {self.path / RANGES_NAME}"), suppress(FileExistsError):
+            create_durably(self.path / RANGES_NAME, data.getvalue())
+        if (found := self.ranges()) is None:
+            raise StorageError(f"{self.path / RANGES_NAME} was written and is not there")
+        return found
 
     def _claim(self, spec: RunSpec) -> RunSpec:
         """The run that got the directory, of all that try at this moment."""

@@ -30,7 +30,7 @@ def stage(
         dataset: a prepared dataset.
         token: idempotency token of the commit that will name the file.
         run: the run all rows belong to.
-        batches: at least one row in all, with equal schemas.
+        batches: at least one row in all, with equal schemas; vectors of one type.
         metadata: stored in the file: model, fingerprint, pooling, ...
         tokens: token count of the rows, after truncation.
 
@@ -40,7 +40,7 @@ def stage(
     table = pa.Table.from_batches([batch.table for batch in batches])
     table = table.replace_schema_metadata(dict(metadata))
     path = dataset.path / f"_staging/{token}.tmp"
-    vector_bytes = batches[0].dimension * 4
+    vector_bytes = batches[0].vector_type.row_bytes(batches[0].dimension)
     with storage_errors(f"write {path}"):
         try:
             with pq.ParquetWriter(path, table.schema, **_writer_options(table.schema)) as writer:
