@@ -220,6 +220,7 @@ def test_each_request_of_5000_has_one_outcome_though_everything_is_killed(
     done, failed = outcomes(stack, batch)
     assert set(done) | set(failed) == {f"r{i}" for i in range(count)}
     assert set(failed) == {f"r{i}" for i in range(0, count, 500)}
+    stack.gateway.wait_ready()
     for i in (1, 10, 2501, 4999):
         data = done[f"r{i}"]["response"]["body"]["data"]
         direct = stack.embed(lines[i]["body"]["input"], dimensions=lines[i]["body"]["dimensions"])["data"]
