@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -21,6 +22,7 @@ from embedq_schemas.dead_letter import DeadLetter, clip
 from embedq_schemas.dead_letter import Stage as FailedStage
 from embedq_schemas.errors import DocumentErrorCode
 from embedq_schemas.job import Codec
+from embedq_schemas.names import LANES
 from embedq_schemas.run import RunSpec
 from embedq_schemas.token_batch import TokenBatch
 from redis.exceptions import RedisError
@@ -89,23 +91,28 @@ def _serve(
             payload, vocab_size=checkpoint.vocab_size, max_length=checkpoint.max_length
         ),
     )
-    writer = Writer(
-        connect(url, role="writer"),
-        consumer,
-        progress,
-        url=url,
-        roots=settings.output_roots,
-        file_metadata=lambda spec: file_metadata(checkpoint, engine, spec),
-        flush_interval_s=settings.flush_interval_s,
-        storage_patience_s=settings.storage_patience_s,
-        # Token batches under lease count as backlog; a quarter leaves room for those of other embedders.
-        most_input_bytes=config.broker.max_backlog_bytes // 4,
-        starved=lambda: prefetcher.starved,
-    )
+    # One of each lane: a service's vectors do not wait while a file of a corpus is brought to the disk.
+    writers = {
+        lane: Writer(
+            connect(url, role=f"writer-{lane}"),
+            consumer,
+            progress,
+            url=url,
+            roots=settings.output_roots,
+            file_metadata=lambda spec: file_metadata(checkpoint, engine, spec),
+            flush_interval_s=settings.flush_interval_s,
+            storage_patience_s=settings.storage_patience_s,
+            # Token batches under lease count as backlog; a quarter leaves room for those of other embedders.
+            most_input_bytes=config.broker.max_backlog_bytes // 4,
+            starved=lambda: prefetcher.starved,
+        )
+        for lane in LANES
+    }
     embedder = Embedder(config, checkpoint, engine, client, consumer, stop)
     janitor = threading.Thread(target=_janitor, args=(config, keys, stop), name="janitor", daemon=True)
     keeper.start()
-    writer.start()
+    for writer in writers.values():
+        writer.start()
     prefetcher.start()
     janitor.start()
     log.info("embedder ready on %s: %s", engine.device, dict(engine.description))
@@ -117,18 +124,23 @@ def _serve(
             if under_way is not None:
                 under_way.most_done()
             fetched = None if stop.is_set() else prefetcher.take(0.5 if under_way is None else 0)
-            writer.check()
+            for writer in writers.values():
+                writer.check()
             if fetched is None and under_way is None:
                 progress.enter("idle")
                 continue
             progress.enter("working")
             following = None if fetched is None else embedder.begin(fetched)
             if under_way is not None and (embedded := under_way.outcome()) is not None:
-                writer.submit(embedded)
+                writers[embedded.entry.lane].submit(embedded)
             under_way = following
         progress.enter("draining")
         prefetcher.stop()
-        writer.close(settings.grace_s)
+        deadline = time.monotonic() + settings.grace_s
+        for writer in writers.values():
+            writer.drain()
+        for writer in writers.values():
+            writer.close(max(0.1, deadline - time.monotonic()))
     finally:
         keeper.stop()
         leave(client, consumer)

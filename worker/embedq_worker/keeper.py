@@ -31,7 +31,7 @@ _STUCK_LEASES = 4
 
 @dataclass
 class Progress:
-    """What a process's threads say of themselves; read by its keeper. Plain assignments, so no lock is needed."""
+    """What a process's threads say of themselves; read by its keeper."""
 
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
@@ -39,6 +39,7 @@ class Progress:
     documents: int = 0
     tokens: int = 0
     detail: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def enter(self, state: str, detail: str = "") -> None:
         """Change state, and count it as progress."""
@@ -49,8 +50,10 @@ class Progress:
 
     def done(self, documents: int, tokens: int) -> None:
         """Count committed work."""
-        self.documents += documents
-        self.tokens += tokens
+        # Two writers may be done at once. All else is plain assignment, or may miss a tick.
+        with self._lock:
+            self.documents += documents
+            self.tokens += tokens
         self.ticks += 1
 
 

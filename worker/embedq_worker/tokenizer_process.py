@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _BLOCK_MS = 1000
 _WAIT_FOR_EMBEDDER_S = 60.0
 _INTERACTIVE_JOBS = 64
+_BULK_WINDOW_S = 0.1
+"""What a window of several bulk jobs may take, as the last one tells: interactive jobs wait for it."""
 
 
 def run_tokenizer(config: ProcessConfig, stop: threading.Event, ready: Callable[[], None]) -> None:
@@ -95,6 +97,7 @@ class _Loop:
         self._budget_at = 0.0
         self._ahead = False
         self._starved = False
+        self._most_jobs = config.worker.window_jobs
 
     def run(self) -> None:
         failures = 0
@@ -129,7 +132,11 @@ class _Loop:
     def _settle(self, entries: list[Entry], lane: Lane) -> None:
         self._progress.enter("working")
         budget = self._budget or DEFAULT_BATCH_TOKENS
+        began = time.monotonic()
         documents, tokens = self._stage.settle(self._send, entries, lane, budget)
+        if lane is Lane.BULK:
+            per_job_s = (time.monotonic() - began) / len(entries)
+            self._most_jobs = max(1, int(_BULK_WINDOW_S / max(per_job_s, 1e-6)))
         self._progress.done(documents, tokens)
 
     def _send(self, commit: Commit) -> Committed:
@@ -197,7 +204,7 @@ class _Loop:
 
     def _window(self) -> int:
         """Jobs to take at once: one while embedders wait for work, several while they have some."""
-        return self._config.worker.window_jobs if self._ahead else 1
+        return min(self._config.worker.window_jobs, self._most_jobs) if self._ahead else 1
 
     def _lanes_with_room(self) -> list[Lane]:
         waiting = undelivered_by_lane(self._client, self._consumer.keys, Stage.EMBED, LANES)

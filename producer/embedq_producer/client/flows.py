@@ -114,9 +114,11 @@ class Flows:
             self._client, lambda: connect(self.url, role="client-watch", blocking=True), self.keys, self.url
         )
         self._outbox = Outbox(self._registry, self._watcher, self.url)
+        self._closed = False
 
     def close(self) -> None:
-        """End the waiting thread and close the connections."""
+        """End the threads and close the connections; runs that only waiting calls know are cancelled."""
+        self._closed = True
         self._outbox.close()
         self._watcher.close()
         self._client.close()
@@ -280,6 +282,8 @@ class Flows:
 
     def _abandon(self, run: str) -> Flow[None]:
         """Cancel a run nobody waits for any more, if it can be reached."""
+        if self._closed:
+            return
         try:
             yield Call(lambda: self._registry.cancel(run))
         except RunNotFoundError:
