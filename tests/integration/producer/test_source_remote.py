@@ -15,6 +15,7 @@ from embedq_producer.blocks import CorpusBlock, ReadOptions
 from embedq_producer.corpus import open_corpus
 from embedq_producer.reader import metadata_types, read_corpus
 from embedq_schemas.errors import InputError, UsageError
+from object_store import object_store
 from source_kinds import KINDS, PACK, arrow, jsonl, parquet
 
 GIVEN = [{"id": f"d{i}", "text": f"text {i}", "lang": "en", "year": i, "meta": {"title": "t"}} for i in range(50)]
@@ -106,28 +107,14 @@ def test_a_web_server_is_read(tmp_path: Path) -> None:
         web.shutdown()
 
 
-def test_s3_is_read_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    moto = pytest.importorskip("moto.server")
-    import boto3
-
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "k"),
-        ("AWS_SECRET_ACCESS_KEY", "s"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        client = boto3.client("s3", endpoint_url=f"http://{host}:{port}")
-        client.create_bucket(Bucket="corpora")
-        for name, content in PARTS.items():
-            client.put_object(Bucket="corpora", Key=f"mine/{name}", Body=content)
+def test_s3_is_read_over_http_by_arrows_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with object_store({f"corpora/mine/{name}": content for name, content in PARTS.items()}) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         check_source("s3://corpora/mine")
         check_source("s3://corpora/mine/*.gz", "s3://corpora/mine/sub/*")
         with pytest.raises(InputError, match="does not exist"):
             open_corpus(["s3://corpora/mine/missing.jsonl"])
-    finally:
-        server.stop()
