@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 from embedq_schemas.errors import DocumentErrorCode
@@ -25,8 +25,7 @@ from .tables import broken_off
 csv.field_size_limit(1 << 30)
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     text: str
     size: int
     """With its newline, where it has one."""

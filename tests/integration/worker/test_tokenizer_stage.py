@@ -141,6 +141,29 @@ def test_every_document_is_packed_once_with_the_tokenizers_ids_and_its_own_colum
     assert int(line.client.hget(line.keys.run("r"), "ready")) == len(TEXTS)
 
 
+def test_metadata_have_the_runs_types_whatever_a_job_brings_and_runs_of_other_types_stay_apart(line: Line) -> None:
+    names = ("year", "tags")
+    typed = line.run("t", metadata=names, metadata_types=("int64", "list<item: string>"))
+    plain = line.run("p", metadata=names)
+    line.send(typed, ["a", "b"], year=[1, None], tags=[["x"], []])
+    line.send(typed, ["c", "d"], year=["7", None])
+    line.send(plain, ["e"], year=["eight"])
+    line.settle()
+    found = {name: (row["year"], row["tags"]) for name, row in line.documents().items()}
+    assert found == {
+        "t-0": (1, ["x"]),
+        "t-1": (None, []),
+        "t-100": (7, None),
+        "t-101": (None, None),
+        "p-0": ("eight", None),
+    }
+    line.send(typed, ["f"], year=["nine"])
+    line.settle()
+    assert line.letters("t") == [(None, DocumentErrorCode.INVALID_JOB, FailedStage.TOKENIZE)]
+    (letter,) = (letter for _, letter in line.registry.dead_letters("t"))
+    assert "metadata column year is not int64" in letter.message
+
+
 def test_no_batch_is_above_the_budget_unless_it_is_one_document(line: Line) -> None:
     line.send(line.run("r"), TEXTS)
     line.settle(budget=10)

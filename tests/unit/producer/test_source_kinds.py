@@ -240,3 +240,30 @@ def test_a_position_of_another_corpus_is_refused(tmp_path: Path) -> None:
         assert first.start == START
         with pytest.raises(InputError, match="was changed"):
             list(read_corpus(open_corpus([short]), options=options, start=first.end))
+
+
+def test_a_dataset_is_read_as_the_datasets_library_saves_it(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    given = documents(30)
+    whole = datasets.Dataset.from_list(given)
+    whole.save_to_disk(str(tmp_path / "one"), num_shards=3)
+    splits = {"train": whole.select(range(20)), "test": whole.select(range(20, 30))}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "splits"))
+    for name in ("one", "splits"):
+        corpus = open_corpus([tmp_path / name])
+        assert metadata_types(corpus, ReadOptions(metadata=NAMES)) == TYPES
+        assert rows(list(read_corpus(corpus, options=options_for("saved dataset")))) == expected(given, "saved dataset")
+
+
+def test_strict_stops_at_the_first_bad_document_of_any_file_and_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(documents(3)))
+    (tmp_path / "b.csv").write_text("id,text\nx,y\nbad\n")
+    with pytest.raises(InputError, match=r"The corpus b\.csv, line 3: the row has 1 fields.* \(invalid_row\)\.$"):
+        list(read_corpus(open_corpus([tmp_path]), options=ReadOptions(strict=True)))
+
+
+def test_what_must_be_read_at_many_places_is_no_stream() -> None:
+    for data in (parquet(documents(3)), arrow(documents(3))):
+        corpus = corpus_of_stream(io.BytesIO(data), "-")
+        with pytest.raises(InputError, match="inside a stream or a compressed file; give it as a file"):
+            metadata_types(corpus, ReadOptions())
