@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import pyarrow as pa
 from embedq_broker.keys import check_queue_name
 from embedq_broker.metrics_server import serve_metrics
@@ -30,10 +31,12 @@ from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, Tr
 from embedq_schemas.errors import UsageError
 from embedq_schemas.metadata_type import parse_metadata_type
 from embedq_schemas.names import Lane
+from embedq_schemas.quantize import VectorType, checked_ranges, encode_ranges
 from embedq_schemas.run import Durability
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.settings import AttentionKind, Dtype, EngineKind, EngineSettings
 from embedq_worker.settings import WorkerSettings
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
@@ -140,7 +143,8 @@ def usage_errors() -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else ""
-        raise UsageError(f"{Options.flag(name).partition(',')[0]}: {_plainly(first['msg'])}") from None
+        where = f"{Options.flag(name).partition(',')[0]}: " if name else ""
+        raise UsageError(f"{where}{_plainly(first['msg'])}") from None
 
 
 def _is_tuple(annotation: Any) -> bool:
@@ -309,6 +313,16 @@ class EncodingFlags(Options):
         description="A literal <|im_end|> in a text: keep makes it the special token, escape plain text.",
     )
     on_long: OnLong = Field(OnLong.TRUNCATE, description="A text above the maximum: truncate, or make it an error row.")
+    vector_type: VectorType = Field(
+        VectorType.FLOAT32,
+        description="How vectors are stored: float16 takes half the bytes of float32, int8 and uint8 a quarter, "
+        "binary and ubinary a 32nd; see docs/dataset.md for what each costs in recall.",
+    )
+    vector_ranges: Path | None = Field(
+        None,
+        description="For int8 and uint8, a .npy file with the ranges: float32 [2, dimensions], such as the _ranges.npy "
+        "of another dataset, whose vectors then compare. Unset: those of the run's first vectors.",
+    )
 
     def encoding(self, prompts: dict[str, str]) -> EncodingOptions:
         """Encoding options, with the prompt's name looked up in `prompts`; raises UsageError."""
@@ -320,15 +334,36 @@ class EncodingFlags(Options):
                 names = ", ".join(sorted(prompts)) or "none"
                 raise UsageError(f"the model has no prompt {self.prompt_name!r}; it has: {names}")
             prompt = prompts[self.prompt_name]
-        return EncodingOptions(
-            dimensions=self.dimensions,
-            prompt=prompt,
-            normalize=self.normalize,
-            max_length=self.max_length,
-            truncation_side=self.truncation_side,
-            on_special_tokens=self.on_special_tokens,
-            on_long=self.on_long,
-        )
+        with usage_errors():
+            return EncodingOptions(
+                dimensions=self.dimensions,
+                prompt=prompt,
+                normalize=self.normalize,
+                max_length=self.max_length,
+                truncation_side=self.truncation_side,
+                on_special_tokens=self.on_special_tokens,
+                on_long=self.on_long,
+                vector_type=self.vector_type,
+                vector_ranges=None if self.vector_ranges is None else encode_ranges(_load_ranges(self.vector_ranges)),
+            )
+
+
+def _load_ranges(path: Path) -> NDArray[np.float32]:
+    try:
+        return checked_ranges(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"--vector-ranges {path} cannot be read: {reason}") from None
+
+
+def check_vector_type(encoding: EncodingOptions, dimension: int, *, dataset: bool = True) -> None:
+    """Refuse a type that vectors of a model of `dimension` (0: not known) cannot have; raises UsageError."""
+    kind = encoding.vector_type
+    known = encoding.dimensions or dimension
+    if known and (fault := kind.fault(known, encoding.ranges)):
+        raise UsageError(f"--vector-type {kind}: {fault}")
+    if kind.ranged and encoding.vector_ranges is None and not dataset:
+        raise UsageError(f"--vector-type {kind} needs --vector-ranges where results go to a stream, without --output")
 
 
 class SinkFlags(Options):

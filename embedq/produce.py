@@ -20,7 +20,7 @@ from embedq_schemas.errors import OutputError, RunConflictError, RunIncompleteEr
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus, StreamSink
 from embedq_worker.sinks.dataset import Dataset
 
-from embedq.options import ProduceOptions, usage_errors
+from embedq.options import ProduceOptions, check_vector_type, usage_errors
 from embedq.run import exit_status, left_out, metadata_type_names
 
 _FIRST_WORD_S = 3.0
@@ -139,6 +139,8 @@ def _request(identity: str, read_options: ReadOptions, options: ProduceOptions, 
     dimension = int(facts.get("dimension", 0))
     if encoding.dimensions is not None and dimension and encoding.dimensions > dimension:
         raise UsageError(f"--dimensions {encoding.dimensions} is above the model's {dimension}")
+    # Where no worker has described its model yet, workers refuse what does not fit it.
+    check_vector_type(encoding, dimension, dataset=options.output is not None)
     sink: ParquetSink | StreamSink = StreamSink(ttl_s=options.ttl_s)
     if options.output is not None:
         path = os.path.abspath(options.output)

@@ -114,8 +114,9 @@ def print_dataset(
 
 
 def _print_batch(batch: VectorBatch, out: TextIO) -> None:
-    for row in batch.table.drop_columns(["text_sha256"]).to_pylist():
-        out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    rows = batch.table.drop_columns(["text_sha256", "vector"]).to_pylist()
+    for row, numbers in zip(rows, batch.vectors.tolist(), strict=True):
+        out.write(json.dumps({**row, "vector": numbers}, ensure_ascii=False, default=str) + "\n")
 
 
 def errors_of(client: redis.Redis, keys: Keys, run: str) -> Iterator[DeadLetter]:

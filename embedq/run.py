@@ -53,7 +53,7 @@ from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_s
 from redis.exceptions import RedisError
 
 from embedq.directory import finished_state
-from embedq.options import RunOptions, usage_errors
+from embedq.options import RunOptions, check_vector_type, usage_errors
 from embedq.recover import reconcile, release_the_dead
 
 EXIT_FAILED_DOCUMENTS = 3
@@ -373,6 +373,7 @@ def _request(
 ) -> RunSpec:
     encoding = options.encoding(dict(checkpoint.prompts))
     check_encoding(checkpoint, encoding.dimensions, encoding.max_length)
+    check_vector_type(encoding, checkpoint.dimension)
     run = time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     with usage_errors():
         return RunSpec(
