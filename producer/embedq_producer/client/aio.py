@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from embedq_broker.outcome import Cursor
 from embedq_broker.settings import BrokerSettings
 from embedq_schemas.encoding import EncodingOptions
@@ -90,7 +89,7 @@ class AsyncClient:
         options: EncodingOptions = DEFAULT_OPTIONS,
         lane: Lane = Lane.INTERACTIVE,
         timeout_s: float | None = None,
-    ) -> NDArray[np.float32]:
+    ) -> NDArray[Any]:
         """As `Client.embed`. A cancelled task cancels its work on the queue."""
         return (await self.embed_detailed(texts, options=options, lane=lane, timeout_s=timeout_s)).vectors
 

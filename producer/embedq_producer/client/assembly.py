@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from embedq_broker.outcome import Cursor, Look
 from embedq_schemas.errors import CodecError
+from embedq_schemas.quantize import VectorType
 
 from embedq_producer.client.values import Embeddings, Failure, ResultPage, RunResults
 
@@ -41,16 +42,23 @@ class Assembly:
             self._failures += page.failures
             self.documents += len(page.failures)
 
-    def results(self, n: int, dimension: int) -> RunResults:
-        """Arrays of n rows; `dimension` is for a run without any vector. Raises CodecError."""
+    def results(self, n: int, dimension: int, kind: VectorType = VectorType.FLOAT32) -> RunResults:
+        """Arrays of n rows; `dimension` is for a run without any vector, `kind` what its vectors are stored as.
+
+        Raises:
+            CodecError: the pages are not those of such a run.
+        """
         batches = [page.batch for page in self._pages if page.batch is not None]
-        width = batches[0].dimension if batches else dimension
-        vectors = np.full((n, width), np.nan, np.float32)
+        dimension = batches[0].dimension if batches else dimension
+        shape = n, kind.width(dimension)
+        vectors = np.full(shape, np.nan, kind.dtype) if kind.floating else np.zeros(shape, kind.dtype)
         n_tokens, truncated = np.zeros(n, np.int32), np.zeros(n, np.bool_)
         for batch in batches:
             rows = batch.table.column("ordinal").to_numpy()
-            if batch.dimension != width or int(rows.min(initial=0)) < 0 or int(rows.max(initial=0)) >= n:
-                raise CodecError(f"results of {n} texts hold a row {int(rows.max(initial=0))} of {batch.dimension}")
+            if (batch.dimension, batch.vector_type) != (dimension, kind):
+                raise CodecError(f"results of {kind} [{dimension}] hold {batch.vector_type} [{batch.dimension}]")
+            if int(rows.min(initial=0)) < 0 or int(rows.max(initial=0)) >= n:
+                raise CodecError(f"results of {n} texts hold a row {int(rows.max(initial=0))}")
             vectors[rows] = batch.vectors
             n_tokens[rows] = batch.table.column("n_tokens").to_numpy()
             truncated[rows] = batch.table.column("truncated").to_numpy(zero_copy_only=False)

@@ -155,7 +155,8 @@ class Flows:
         n, name = len(documents), run_name(None, None)
         submission = self._submission(name, documents, None, options, lane, EMBED_TTL_S, ())
         if n == 0:
-            return without_failures(Assembly().results(0, (yield from self._dimension(options))))
+            dimension = yield from self._dimension(options)
+            return without_failures(Assembly().results(0, dimension, options.vector_type))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         assembly, cursor = Assembly(), Cursor()
         waiter = Waiter(name, cursor, owned=True)
@@ -179,7 +180,7 @@ class Flows:
                 raise (yield Call(lambda: self._late(f"{n} texts have no vectors after {timeout_s} s"))) from None
             raise
         self._watcher.forget(name)
-        results = assembly.results(n, options.dimensions or 0)
+        results = assembly.results(n, options.dimensions or 0, options.vector_type)
         if results.failures:
             raise _documents_failed(results)
         return without_failures(results)
@@ -227,8 +228,9 @@ class Flows:
         counters = state.counters
         if assembly.documents + counters.skipped < counters.input:
             raise RunExpiredError(f"results of run {run} are gone: they stay {_ttl(state)} s")
-        dimension = 0 if counters.succeeded else (yield from self._dimension(state.spec.encoding))
-        return assembly.results(counters.input, dimension)
+        encoding = state.spec.encoding
+        dimension = 0 if counters.succeeded else (yield from self._dimension(encoding))
+        return assembly.results(counters.input, dimension, encoding.vector_type)
 
     def model(self) -> Flow[ModelInfo | None]:
         facts = yield from self._ask(lambda: model_facts(self._client, self.keys))

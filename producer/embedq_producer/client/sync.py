@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from embedq_broker.outcome import Cursor
 from embedq_broker.settings import BrokerSettings
 from embedq_schemas.encoding import EncodingOptions
@@ -115,8 +114,8 @@ class Client:
         options: EncodingOptions = DEFAULT_OPTIONS,
         lane: Lane = Lane.INTERACTIVE,
         timeout_s: float | None = None,
-    ) -> NDArray[np.float32]:
-        """Vectors of `texts`, float32 [n, dimension], in their order. For what fits in memory.
+    ) -> NDArray[Any]:
+        """Vectors of `texts`, float32 [n, dimension] unless `options.vector_type` says otherwise, in their order.
 
         Raises:
             DocumentsFailedError: some texts have no vector; it holds those of the others.

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 class Embeddings:
     """Vectors of n texts in the order of the input. `numpy.asarray(embeddings)` is `embeddings.vectors`."""
 
-    #: float32 [n, dimension]; the row of a document that failed is NaN.
-    vectors: NDArray[np.float32]
+    #: float32 [n, dimension], or as `EncodingOptions.vector_type` says (float16; int8, uint8; binary and ubinary with
+    #: dimension / 8 columns). The row of a document that failed is NaN, in integer types 0.
+    vectors: NDArray[Any]
     #: int32 [n]: tokens of each text, special ones included, before truncation; 0 for one that failed.
     n_tokens: NDArray[np.int32]
     #: bool [n]: whether tokens were dropped because the text exceeds the maximum length.
@@ -28,10 +29,10 @@ class Embeddings:
         return len(self.vectors)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if dtype is None or np.dtype(dtype) == np.float32:
+        if dtype is None or np.dtype(dtype) == self.vectors.dtype:
             return self.vectors.copy() if copy else self.vectors
         if copy is False:
-            raise ValueError(f"vectors are float32; as {np.dtype(dtype)} they need a copy")
+            raise ValueError(f"vectors are {self.vectors.dtype}; as {np.dtype(dtype)} they need a copy")
         return self.vectors.astype(dtype)
 
 
@@ -128,7 +129,7 @@ class DocumentsFailedError(EmbedqError):
 
     def __init__(self, message: str, embeddings: Embeddings, failures: Sequence[Failure]) -> None:
         super().__init__(message)
-        #: All rows in the order of the input; the failed ones are NaN.
+        #: All rows in the order of the input, the failed ones included.
         self.embeddings = embeddings
         #: One per failed text.
         self.failures = tuple(failures)

@@ -27,6 +27,7 @@ from embedq_schemas.errors import (
     UsageError,
 )
 from embedq_schemas.names import Lane
+from embedq_schemas.quantize import VectorType, quantize
 from embedq_schemas.run import RunStatus
 from faces import FACES
 from services import DIMENSION, MAX_LENGTH, Service
@@ -273,3 +274,16 @@ def test_what_is_no_list_of_texts_is_refused_before_anything_is_sent(
     with connect_face(BrokerSettings(redis_url=redis_url, queue="q")) as client, pytest.raises(UsageError, match=words):
         client.embed(texts)
     assert list(redis_client.scan_iter(match="*run*")) == []
+
+
+@pytest.mark.parametrize("kind", [VectorType.FLOAT16, VectorType.UBINARY])
+def test_vectors_come_in_the_type_that_was_asked_for(face: Any, service: Service, kind: VectorType) -> None:
+    options = EncodingOptions(vector_type=kind, on_long=OnLong.ERROR)
+    expected = quantize(service.vectors(["a", "b"]), kind)
+    np.testing.assert_array_equal(face.embed(["a", "b"], options=options), expected)
+    assert face.embed([], options=options).dtype == kind.dtype
+    with pytest.raises(DocumentsFailedError) as raised:
+        face.embed(["a", "x " * 100], options=options)
+    vectors = raised.value.embeddings.vectors
+    np.testing.assert_array_equal(vectors[0], expected[0])
+    assert np.isnan(vectors[1]).all() if kind.floating else not vectors[1].any()
