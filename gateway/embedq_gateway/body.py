@@ -28,7 +28,7 @@ class BodyReader:
         self.held = 0
 
     @asynccontextmanager
-    async def json(self, request: Request) -> AsyncIterator[bytes]:
+    async def json(self, request: Request) -> AsyncIterator[bytearray]:
         """The JSON body of `request`, counted as held for the length of the block.
 
         Raises:
@@ -45,7 +45,7 @@ class BodyReader:
                     )
                 self.held += len(chunk)
                 chunks += chunk
-            yield bytes(chunks)
+            yield chunks
         finally:
             self.held -= len(chunks)
 

@@ -14,6 +14,7 @@ from embedq_gateway.errors import ApiError
 from embedq_gateway.watch import ServedModel
 
 T = TypeVar("T")
+Bytes = bytes | bytearray | memoryview
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _OPENING = re.compile(rb"\s*(\[?)\s*([^\s]?)")
@@ -93,12 +94,12 @@ _ids = msgspec.json.Decoder(list[TokenId])
 _id_lists = msgspec.json.Decoder(list[list[TokenId]])
 
 
-def embeddings_request(body: bytes | memoryview) -> EmbeddingsRequest:
+def embeddings_request(body: Bytes) -> EmbeddingsRequest:
     """The decoded body; raises ApiError 400."""
     return decoded(_embeddings_decoder, body)
 
 
-def tei_request(body: bytes | memoryview) -> TeiRequest:
+def tei_request(body: Bytes) -> TeiRequest:
     """The decoded body; raises ApiError 400."""
     return decoded(_tei_decoder, body)
 
@@ -227,7 +228,7 @@ def _check(inputs: Inputs, limits: Limits, param: str) -> None:
         )
 
 
-def decoded(decoder: msgspec.json.Decoder[T], body: bytes | memoryview) -> T:
+def decoded(decoder: msgspec.json.Decoder[T], body: Bytes) -> T:
     try:
         return decoder.decode(body)
     except _INVALID as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from embedq_schemas.dead_letter import DeadLetter
 from embedq_worker.sinks.files import storage_errors
 
 from embedq_gateway.answers import embeddings_body, to_json
-from embedq_gateway.batch.lines import decode_line
+from embedq_gateway.batch.lines import LineError, decode_line, read_lines
 from embedq_gateway.batch.plan import REFUSED
 from embedq_gateway.batch.work import BatchWork, parse_line
 from embedq_gateway.errors import ApiError
@@ -19,7 +20,7 @@ from embedq_gateway.files import Draft
 
 
 def write_output(
-    record: BatchRecord, work: BatchWork, output: Draft, errors: Draft, unfinished: ApiError
+    record: BatchRecord, work: BatchWork, unfinished: ApiError, output: Draft, errors: Draft
 ) -> tuple[int, int]:
     """Write both files; requests without an outcome get `unfinished`. Returns (completed, failed); raises StorageError.
 
@@ -31,7 +32,7 @@ def write_output(
         for line, (offset, run) in enumerate(zip(plan.offsets.tolist(), plan.runs.tolist(), strict=True)):
             file.seek(offset)
             raw = file.readline()
-            request_id = f"batch_req_{record.id.removeprefix('batch_')}{line:08x}"
+            request_id = _request_id(record, line)
             if run == REFUSED:
                 status, body = plan.refusals[line]
                 answer = _answer(request_id, decode_line(raw, len(raw)).custom_id, status, body)
@@ -51,6 +52,30 @@ def write_output(
     return completed, failed
 
 
+def write_unstarted(
+    record: BatchRecord, source: Path, unfinished: ApiError, most_bytes: int, output: Draft, errors: Draft
+) -> tuple[int, int]:
+    """The same for a batch that ended before its file was read: no request has an outcome. Raises StorageError."""
+    seen: set[str] = set()
+    with storage_errors(f"read {source}"):
+        if not source.exists():
+            return 0, 0
+        with source.open("rb") as file:
+            for _, _, raw in read_lines(file, most_bytes):
+                try:
+                    custom_id = decode_line(raw, most_bytes).custom_id
+                except LineError:
+                    continue
+                if custom_id not in seen:
+                    errors.write(to_json(_no_answer(_request_id(record, len(seen)), custom_id, unfinished)) + b"\n")
+                    seen.add(custom_id)
+    return 0, len(seen)
+
+
+def _request_id(record: BatchRecord, line: int) -> str:
+    return f"batch_req_{record.id.removeprefix('batch_')}{line:08x}"
+
+
 def _failed(
     request_id: str, custom_id: str, failures: dict[int, DeadLetter], inputs: int, unfinished: ApiError
 ) -> dict[str, Any]:
@@ -58,10 +83,14 @@ def _failed(
         index, letter = min(failures.items())
         error = of_document(index, letter.code, letter.message, inputs)
         return _answer(request_id, custom_id, error.status, error.body)
-    reason = {"code": unfinished.code, "message": unfinished.message}
-    return {"id": request_id, "custom_id": custom_id, "response": None, "error": reason}
+    return _no_answer(request_id, custom_id, unfinished)
 
 
 def _answer(request_id: str, custom_id: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": request_id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def _no_answer(request_id: str, custom_id: str, error: ApiError) -> dict[str, Any]:
+    reason = {"code": error.code, "message": error.message}
+    return {"id": request_id, "custom_id": custom_id, "response": None, "error": reason}

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import redis
@@ -18,11 +20,11 @@ from embedq_schemas.errors import StorageError
 from embedq_schemas.run import RunStatus
 from redis.exceptions import RedisError
 
-from embedq_gateway.batch.output import write_output
+from embedq_gateway.batch.output import write_output, write_unstarted
 from embedq_gateway.batch.plan import BatchLimits, InvalidBatchError, Plan, make_plan
 from embedq_gateway.batch.work import BatchWork
 from embedq_gateway.errors import ApiError
-from embedq_gateway.files import FileStore
+from embedq_gateway.files import Draft, FileStore
 from embedq_gateway.watch import QueueWatch
 
 log = logging.getLogger(__name__)
@@ -226,13 +228,9 @@ class BatchRunner:
     def _end_early(self, record: BatchRecord, status: RunStatus, *, since: int) -> bool:
         work = self._work(record)
         if work is None:
-            self._change(
-                record.id,
-                (RunStatus.VALIDATING, RunStatus.IN_PROGRESS, RunStatus.CANCELLING),
-                status,
-                **{_ENDED_AT[status]: int(time.time())},
-            )
-            self._clean_up(record.id)
+            source = self._store.path(record.input_file_id)
+            write = partial(write_unstarted, record, source, _unfinished(status), self._limits.max_line_bytes)
+            self._publish(record, status, write)
             return True
         work.cancel()
         moved = work.gather()
@@ -247,11 +245,18 @@ class BatchRunner:
             return True
         while work.gather():
             pass
-        code, message = _UNFINISHED[status]
+        self._publish(record, status, partial(write_output, record, work, _unfinished(status)))
+        work.forget()
+        return True
+
+    def _publish(
+        self, record: BatchRecord, status: RunStatus, write: Callable[[Draft, Draft], tuple[int, int]]
+    ) -> None:
+        """Have `write` fill the output and the error file, make them known, and end the batch."""
         now = int(time.time())
         expires_at = now + record.output_ttl_s if record.output_ttl_s else None
         with self._store.writing() as output, self._store.writing() as errors:
-            completed, failed = write_output(record, work, output, errors, ApiError(500, code, message))
+            completed, failed = write(output, errors)
             for draft, file_id, name in (
                 (output, record.output_name, f"{record.id}_output.jsonl"),
                 (errors, record.error_name, f"{record.id}_error.jsonl"),
@@ -274,15 +279,14 @@ class BatchRunner:
                 (record.status,),
                 status,
                 **{_ENDED_AT[status]: now},
+                total=completed + failed,
                 completed=completed,
                 failed=failed,
                 output_file_id=record.output_name if output.size else None,
                 error_file_id=record.error_name if errors.size else None,
             )
         log.info("batch %s is %s: %d completed, %d failed", record.id, status, completed, failed)
-        work.forget()
         self._clean_up(record.id)
-        return True
 
     def _work(self, record: BatchRecord) -> BatchWork | None:
         """The batch's work, opened again after a restart; None without a plan."""
@@ -331,6 +335,12 @@ class BatchRunner:
                     self._registry.hold(batch_id, self._holder, ttl_ms=_LEASE_MS)
             except RedisError as error:
                 log.warning("cannot renew leases on batches: %s", error)
+
+
+def _unfinished(status: RunStatus) -> ApiError:
+    """What requests without an outcome get in a batch that ends with `status`."""
+    code, message = _UNFINISHED[status]
+    return ApiError(500, code, message)
 
 
 def _is_dead(holder: str) -> bool:

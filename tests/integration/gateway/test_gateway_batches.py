@@ -250,3 +250,29 @@ def test_gateways_on_one_directory_finish_each_batch_once_and_one_that_stops_han
         told = stack.gateway.program.text() + second.program.text()
     for batch_id in batches:
         assert told.count(f"batch {batch_id} is completed") == 1
+
+
+def test_files_expire_when_they_were_asked_to(stack: Stack) -> None:
+    form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "7200"}
+    content = json.dumps(line("a", stack.model.name, "text"))
+    file = stack.post("/v1/files", data=form, files={"file": ("in.jsonl", content)}).json()
+    assert file["expires_at"] == file["created_at"] + 7200
+    request = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    request["output_expires_after"] = {"anchor": "created_at", "seconds": 3600}
+    batch = ended(stack, stack.post("/v1/batches", json=request).json()["id"])
+    output = stack.get(f"/v1/files/{batch['output_file_id']}").json()
+    assert output["expires_at"] == output["created_at"] + 3600
+    with stack.server.client() as client:
+        (key,) = client.keys(f"*file:{output['id']}")
+        assert 0 < client.ttl(key) <= 3600
+        # As when its time is over.
+        client.delete(key)
+    assert stack.get(f"/v1/files/{output['id']}").status_code == 404
+    assert output["id"] not in [each["id"] for each in stack.get("/v1/files").json()["data"]]
+
+
+def test_a_part_of_a_file_may_be_asked_for(stack: Stack) -> None:
+    file_id = upload(stack, ["0123456789"])
+    part = stack.get(f"/v1/files/{file_id}/content", headers={"Range": "bytes=2-4"})
+    assert (part.status_code, part.content) == (206, b"234")
+    assert stack.get(f"/v1/files/{file_id}/content", headers={"Range": "bytes=99-"}).status_code == 416

@@ -237,6 +237,12 @@ def test_a_queue_without_a_worker_is_answered_with_503_and_keeps_its_batches(sta
         request = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": "24h"}
         batch_id = gateway.post("/v1/batches", json=request).json()["id"]
         assert gateway.get(f"/v1/batches/{batch_id}").json()["status"] == "validating"
+        # Even a batch that ends before anybody knows the model accounts for its requests.
+        gateway.post(f"/v1/batches/{batch_id}/cancel")
+        batch = wait_until(lambda: cancelled(gateway, batch_id), "the batch is cancelled")
+        assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+        content = gateway.get(f"/v1/files/{batch['error_file_id']}/content").json()
+        assert (content["custom_id"], content["error"]["code"]) == ("a", "batch_cancelled")
     finally:
         gateway.program.kill()
 
@@ -250,6 +256,11 @@ def test_only_listed_origins_may_call_from_a_page(stack: Stack, tmp_path: Path) 
 
 def a_request(caller: Gateway | Stack) -> dict[str, Any]:
     return {"model": caller.model.name, "input": "a text"}
+
+
+def cancelled(gateway: Gateway, batch_id: str) -> dict[str, Any] | None:
+    batch: dict[str, Any] = gateway.get(f"/v1/batches/{batch_id}").json()
+    return batch if batch["status"] == "cancelled" else None
 
 
 def runs(stack: Stack) -> list[bytes]:
