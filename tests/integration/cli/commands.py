@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -49,10 +49,13 @@ def environment(**variables: str) -> dict[str, str]:
     return ours | {"EMBEDQ_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "80"} | variables
 
 
-def start(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
+def start(
+    *arguments: object, cwd: Path | None = None, stdin: IO[str] | None = None, **variables: str
+) -> subprocess.Popen[str]:
     """Start `embedq` in a session of its own, which `leftovers` recognises."""
     return subprocess.Popen(
         [sys.executable, "-m", "embedq", *map(str, arguments)],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import redis
-from commands import TIMEOUT_S, assert_complete, embedq, environment, in_process, json_lines, rows
+from commands import (
+    TIMEOUT_S,
+    assert_complete,
+    documents,
+    embedq,
+    environment,
+    finish,
+    in_process,
+    json_lines,
+    leftovers,
+    rows,
+    start,
+    wait_for_rows,
+    wait_until,
+    write_corpus,
+)
 from embedq_broker.keys import Keys
 from embedq_broker.registry import Registry
 from source_kinds import KINDS, PACK, delimited, jsonl, parquet
@@ -111,6 +128,39 @@ def test_standard_input_is_a_source_and_the_same_input_is_recognised(model: Path
     assert (again.returncode, b"already complete" in again.stderr) == (0, True), again.stderr
     other = piped(jsonl(GIVEN[1:]))
     assert (other.returncode, b"made with other options (corpus)" in other.stderr) == (2, True), other.stderr
+
+
+@pytest.mark.parametrize("kind", ["standard input", "parquet"])
+def test_a_killed_run_of_a_pipe_or_a_table_goes_on_when_its_command_is_repeated(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    many = documents(800)
+    corpus = write_corpus(tmp_path / "many.jsonl", many)
+    out = tmp_path / "out"
+    # Little backlog, so that the kill finds the producer inside its source.
+    pace = ("--flush-interval-s", 0.2, "--max-batch-tokens", 512, "--job-documents", 16, "--job-bytes", 4096)
+    command = ["run", "-", "-o", out, "--model", model, "--metadata", "lang", *pace]
+    if kind == "parquet":
+        command[1] = tmp_path / "many.parquet"
+        pq.write_table(pa.Table.from_pylist(many), command[1], row_group_size=150)
+
+    def begin() -> subprocess.Popen[str]:
+        with corpus.open() as content:
+            return start(*command, stdin=content)
+
+    run = begin()
+    wait_for_rows(out, run)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    wait_until(lambda: not leftovers(run, out), "its processes are gone")
+    before = rows(out)
+    assert len(before) < len(many)
+    done = finish(begin())
+    assert done.status == 0, done.err
+    assert_complete(out, [document["id"] for document in many])
+    after = rows(out)
+    assert all(after[name]["vector"] == row["vector"] for name, row in before.items())
+    assert [row["lang"] for row in after.values()] == [document["lang"] for document in many]
 
 
 def test_several_sources_are_sent_to_a_queue_in_their_order(

@@ -141,6 +141,20 @@ def test_a_stream_is_read_once_from_its_start_whatever_it_is(content: str, suffi
     assert list(read_corpus(again, options=options, start=blocks[2].end)) == blocks[3:]
 
 
+@pytest.mark.parametrize("step", [1, 3, 50])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "json on one line", "csv", "arrow stream", "jsonl.gz", "csv.zst"])
+def test_it_does_not_matter_in_what_pieces_a_stream_arrives(kind: str, step: int, tmp_path: Path) -> None:
+    given = documents(20)
+
+    class Trickle(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(step if size is None or size < 0 else min(step, size))
+
+    path = KINDS[kind](tmp_path, given)
+    corpus = corpus_of_stream(cast(BinaryIO, Trickle(path.read_bytes())), path.name)
+    assert rows(list(read_corpus(corpus, options=options_for(kind)))) == expected(given, kind)
+
+
 def test_several_sources_are_read_in_their_order_and_a_glob_and_a_directory_in_that_of_paths(tmp_path: Path) -> None:
     given = documents(24)
     for name, begin in (("b.jsonl", 0), ("sub/c.parquet", 8), ("sub/a.json.gz", 16)):
