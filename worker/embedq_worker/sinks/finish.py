@@ -15,7 +15,7 @@ from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import exclusive
 from embedq_broker.registry import Registry
-from embedq_schemas.errors import EmbedqError, RunNotFoundError
+from embedq_schemas.errors import CodecError, EmbedqError, RunNotFoundError
 from embedq_schemas.manifest import PublishedFile, read_manifest
 from embedq_schemas.run import RunState, RunStatus
 
@@ -142,7 +142,13 @@ def _fail_stranded(registry: Registry) -> None:
     """Say so where documents got lost outside of the protocol: such a run would wait for ever."""
     if not registry.streams_empty():
         return
-    for state in registry.runs():
+    states = {state.spec.run: state for state in registry.runs()}
+    for run in registry.open_datasets():
+        # Services make so many runs that a dataset's is soon not among the newest.
+        if run not in states:
+            with suppress(RunNotFoundError, CodecError):
+                states[run] = registry.state(run)
+    for state in states.values():
         if state.status.terminal or not state.input_closed or state.settled:
             continue
         if missing := registry.missing(state.spec.run):
