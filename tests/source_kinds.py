@@ -108,7 +108,7 @@ def saved_dataset(folder: Path, documents: Documents, shards: int = 3) -> Path:
 def several(folder: Path, documents: Documents) -> Path:
     """As a directory of files of several formats, whose paths sort in the order of the documents."""
     (folder / "c" / "deep").mkdir(parents=True)
-    quarter = -(-len(documents) // 4)
+    quarter = max(1, -(-len(documents) // 4))
     parts = [documents[begin : begin + quarter] for begin in range(0, 4 * quarter, quarter)]
     (folder / "a.jsonl").write_bytes(jsonl(parts[0]))
     (folder / "b.parquet").write_bytes(parquet(parts[1]))

@@ -16,7 +16,15 @@ from embedq_schemas.errors import InputError
 
 from .damage import DamagedFileError
 from .formats import HEAD_BYTES, Format, of_content, of_name
-from .places import LocalFile, Place, RemoteFile, Stream, remote_filesystem, standard_input
+from .places import (
+    LocalFile,
+    Place,
+    RemoteFile,
+    Stream,
+    describe_os_error,
+    remote_filesystem,
+    standard_input,
+)
 from .streams import ByteStream
 
 _MAX_STATE_BYTES = 64 << 20
@@ -138,7 +146,9 @@ def _files_of(source: str, format: Format | None) -> Iterator[SourceFile | str]:
         if not matches:
             raise InputError(f"The corpus {source} matches no file.")
         for match in matches:
-            if os.path.isfile(match):
+            if os.path.isdir(match):
+                yield from _directory_files(Path(match), format)
+            else:
                 yield _source(LocalFile(Path(match)), match, format)
     else:
         yield _source(LocalFile(Path(source)), source, format)
@@ -153,14 +163,33 @@ def _directory_files(folder: Path, format: Format | None) -> Iterator[SourceFile
         for path in saved:
             yield _source(LocalFile(path), str(path.relative_to(folder)), Format.ARROW)
         return
-    paths = []
-    for base, folders, names in os.walk(folder):
+    for path in sorted(_walk(folder), key=lambda path: path.relative_to(folder).parts):
+        yield from _if_known(LocalFile(path), str(path.relative_to(folder)), format)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files below `folder`, links followed, whatever is hidden left out; raises InputError rather than miss one."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"The corpus {error.filename} cannot be read: {describe_os_error(error)}.") from error
+
+    seen: set[str] = set()
+    for base, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        # A link that leads back up would be followed for ever.
+        real = os.path.realpath(base)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        paths += [Path(base, name) for name in names if not name.startswith((".", "_"))]
-    for path in sorted(paths, key=lambda path: path.relative_to(folder).parts):
-        if path.is_file():
-            label = str(path.relative_to(folder))
-            yield from _if_known(LocalFile(path), label, format)
+        if "state.json" in names and (saved := _saved_dataset(Path(base))) is not None:
+            yield from saved
+            continue
+        for name in names:
+            path = Path(base, name)
+            # A link that leads nowhere is a file that is missing, not one that is none.
+            if not name.startswith((".", "_")) and (path.is_file() or path.is_symlink()):
+                yield path
 
 
 def _if_known(place: Place, label: str, format: Format | None) -> Iterator[SourceFile | str]:

@@ -89,7 +89,8 @@ class CsvFile:
         self._max_row_bytes = max_row_bytes
         self.header: list[str] = []
         try:
-            self.header = next(self._reader)
+            while not self.header:
+                self.header = next(self._reader)
         except StopIteration:
             pass
         except (csv.Error, _TooLongError) as error:

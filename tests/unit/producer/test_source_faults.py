@@ -76,6 +76,7 @@ def test_a_bad_element_of_a_json_array_takes_no_other_with_it(
     [
         (b"", [], []),
         (b"id,text\n", [], []),
+        (b"\n\r\nid,text\na,x\nb\n", ["a"], [(1, 5, "invalid_row")]),
         (b"id,text\r\na,x\r\n\r\nb,y", ["a", "b"], []),
         (b'\xef\xbb\xbfid,text\n"a","x\ny"\n\n"b","say ""hi"""\n', ["a", "b"], []),
         (b"id,text\na\nb,x\nc,y,z\n", ["b"], [(0, 2, "invalid_row"), (2, 4, "invalid_row")]),
@@ -88,8 +89,9 @@ def test_a_bad_element_of_a_json_array_takes_no_other_with_it(
         (b'id,text\na,"' + b"x\n" * 100_000 + b'"\nb,x\n', None, [(0, 2, "line_too_long")]),
         (b"id,text,id\na,x,b\n", [], [(0, 1, "unreadable_file")]),
     ],
-    ids=["empty", "header alone", "crlf and blank", "quotes", "fields", "stray quote", "unclosed at the end",
-         "text after a quote", "not utf-8", "not utf-8 elsewhere", "long line", "unclosed for long", "column twice"],
+    ids=["empty", "header alone", "blank first", "crlf and blank", "quotes", "fields", "stray quote",
+         "unclosed at the end", "text after a quote", "not utf-8", "not utf-8 elsewhere", "long line",
+         "unclosed for long", "column twice"],
 )  # fmt: skip
 def test_a_bad_row_of_a_csv_file_takes_no_other_with_it(
     content: bytes, ids: list[str] | None, rejects: list[tuple[int, int, str]], tmp_path: Path
@@ -333,6 +335,24 @@ def test_a_file_that_grows_or_changes_while_it_is_read_is_found_out(kind: str, t
     path.unlink()
     with pytest.raises(InputError, match="does not exist"):
         list(read_corpus(corpus, options=ReadOptions()))
+
+
+def test_a_directory_misses_nothing_that_links_lead_to_and_no_link_that_is_broken(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "a.jsonl").write_bytes(jsonl(GOOD[:3]))
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "linked.jsonl").symlink_to(elsewhere / "a.jsonl")
+    (elsewhere / "back").symlink_to(folder)
+    saved_dataset(folder / "set", GOOD)
+    labels = [file.label for file in open_corpus([folder]).files]
+    shards = [f"set/data-{i:05}-of-00003.arrow" for i in range(3)]
+    assert labels == ["linked/a.jsonl", "linked.jsonl", *shards]
+    assert [file.label for file in open_corpus([tmp_path / "i*"]).files] == labels
+    (folder / "z.jsonl").symlink_to(tmp_path / "missing")
+    with pytest.raises(InputError, match=r"z\.jsonl does not exist"):
+        open_corpus([folder])
 
 
 def test_another_list_of_files_is_another_corpus(tmp_path: Path) -> None:
