@@ -152,6 +152,10 @@ class BatchRegistry:
                 records.append(record)
         return records
 
+    def open_count(self) -> int:
+        """How many batches are not over."""
+        return int(self._client.scard(self._key("open")))
+
     def is_open(self, batch_id: str) -> bool:
         """Whether the batch is not over."""
         return bool(self._client.sismember(self._key("open"), batch_id))

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
-from embedq_broker.settings import BrokerSettings
 from embedq_producer.client.aio import AsyncClient
 from embedq_producer.client.values import DocumentsFailedError, Embeddings
 from embedq_schemas.encoding import EncodingOptions
@@ -37,8 +36,8 @@ class Embedder:
         client: AsyncClient,
         watch: QueueWatch,
         metrics: Metrics,
-        broker: BrokerSettings,
         *,
+        max_backlog_bytes: int,
         max_in_flight: int,
         max_in_flight_inputs: int,
         timeout_s: float,
@@ -46,7 +45,7 @@ class Embedder:
         self._client = client
         self._watch = watch
         self._metrics = metrics
-        self._max_backlog_bytes = broker.max_backlog_bytes
+        self._max_backlog_bytes = max_backlog_bytes
         self._most = max_in_flight
         self._most_inputs = max_in_flight_inputs
         self._timeout_s = timeout_s

@@ -49,12 +49,14 @@ class Gateway:
             max_buffered_bytes=settings.max_buffered_bytes,
             timeout_s=settings.body_timeout_s,
         )
-        self._async_client = AsyncClient(settings=broker)
+        # Producers of corpora and batches may fill the queue for hours: those who wait have room beyond that.
+        limit = broker.max_backlog_bytes + broker.max_backlog_bytes // 4
+        self._async_client = AsyncClient(settings=broker.model_copy(update={"max_backlog_bytes": limit}))
         self.embedder = Embedder(
             self._async_client,
             self.watch,
             self.metrics,
-            broker,
+            max_backlog_bytes=limit,
             max_in_flight=settings.max_in_flight,
             max_in_flight_inputs=max(settings.max_in_flight_inputs, settings.max_inputs),
             timeout_s=settings.request_timeout_s,

@@ -75,4 +75,7 @@ class GatewaySettings(BaseModel):
     max_batch_inputs: int = Field(
         500_000, ge=1, le=100_000_000, description="Most texts in all lines of a batch together."
     )
+    max_open_batches: int = Field(
+        256, ge=1, description="Batches that are not over, of all keys together; more are answered with 429."
+    )
     grace_s: float = Field(30.0, gt=0, le=3600, description="Seconds requests may take to finish on SIGTERM or Ctrl-C.")

@@ -37,8 +37,8 @@ _LONGEST_PAUSE_S = 5.0
 _CANCEL_WAIT_S = 5.0
 """How long a batch that ends early waits for what is being computed at that moment."""
 _SWEEP_S = 600.0
-_MOST_FAILURES = 20
-"""A batch whose step fails this many times in a row, for no reason that could pass, is ended."""
+_FAILING_S = 60.0
+"""A batch whose step has failed for this long, for no reason that could pass, is ended."""
 _UNFINISHED = {
     RunStatus.COMPLETED: ("result_lost", "The queue's server lost this request's result; send it again."),
     RunStatus.EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
@@ -73,7 +73,7 @@ class BatchRunner:
         self._holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._works: dict[str, BatchWork] = {}
         self._held: set[str] = set()
-        self._failures: dict[str, int] = {}
+        self._failing_since: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._renewer = threading.Thread(target=self._renew, name="batch-leases", daemon=True)
@@ -140,25 +140,25 @@ class BatchRunner:
     def _release(self, batch_id: str) -> None:
         self._works.pop(batch_id, None)
         self._held.discard(batch_id)
+        self._failing_since.pop(batch_id, None)
         self._registry.let_go(batch_id, self._holder)
 
     def _guarded_step(self, record: BatchRecord) -> bool:
         """A step whose failure holds up no other batch."""
         try:
             moved = self._step(record)
-        except (RedisError, StorageError) as error:
-            if isinstance(error, RedisError):
-                raise
+        except RedisError:
+            raise
+        except (StorageError, OSError) as error:
             log.warning("batch %s waits: %s", record.id, error)
             return False
-        except Exception as error:
+        except Exception:
             self._works.pop(record.id, None)
-            count = self._failures[record.id] = self._failures.get(record.id, 0) + 1
-            log.exception("batch %s: step failed for the %d. time", record.id, count)
-            if count >= _MOST_FAILURES:
-                self._fail(record.id, [BatchError(code="internal", message=f"The gateway failed: {error!r:.200}")])
+            log.exception("batch %s: its step failed", record.id)
+            if time.monotonic() - self._failing_since.setdefault(record.id, time.monotonic()) > _FAILING_S:
+                self._fail(record.id, [BatchError(code="internal", message="The gateway failed; its log says why.")])
             return False
-        self._failures.pop(record.id, None)
+        self._failing_since.pop(record.id, None)
         return moved
 
     def _step(self, record: BatchRecord) -> bool:
@@ -207,8 +207,7 @@ class BatchRunner:
             # Its directory was lost; the plan is made again from the input file.
             self._change(record.id, (RunStatus.IN_PROGRESS,), RunStatus.VALIDATING)
             return True
-        # The other half is for requests that somebody waits for.
-        moved = work.feed(self._settings.max_backlog_bytes // 2)
+        moved = work.feed(self._settings.max_backlog_bytes)
         moved = work.gather() or moved
         completed, failed = work.counts()
         if work.over:

@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 _JOB_DOCUMENTS = 1024
 _JOB_BYTES = 1 << 20
 _RESULTS_AT_ONCE = 16
-_LETTERS_AT_ONCE = 1000
 _MOST_TTL_S = 30 * 86400
 _KEEP_RESULTS_S = 86400
 """Results wait this long for a gateway that is down beyond its batch's deadline."""
+_CHECK_S = 5.0
+"""A server that lost the end of its history may have lost what was sent: each run is asked again this often."""
 _PLANNED = Limits(max_inputs=1 << 31, max_request_tokens=1 << 62, on_long=OnLong.ERROR)
 """What the plan accepted stays accepted, whatever the settings are now."""
 
@@ -77,7 +78,9 @@ class BatchWork:
 
     def feed(self, max_backlog_bytes: int) -> bool:
         """Send what the queue takes now. Returns whether something was sent."""
-        return sum(self._feed(run, max_backlog_bytes) for run in self._runs if not run.sent) > 0
+        now = time.monotonic()
+        due = [run for run in self._runs if not run.over and (not run.sent or now >= run.check_at)]
+        return sum(self._feed(run, max_backlog_bytes) for run in due) > 0
 
     def gather(self) -> bool:
         """Store what came back, and drop it from Redis. Returns whether something came."""
@@ -130,7 +133,7 @@ class BatchWork:
             self._registry.create(run.spec)
             state = self._registry.state(run.spec.run)
         if state.input_closed or state.status.terminal:
-            run.sent = True
+            run.sent, run.check_at = True, time.monotonic() + _CHECK_S
             return False
         position = int(state.position or 0)
         moved = False
@@ -157,6 +160,7 @@ class BatchWork:
             close=True,
         )
         run.sent = closed.outcome in (EnqueueOutcome.OK, EnqueueOutcome.DUP)
+        run.check_at = time.monotonic() + _CHECK_S
         return True
 
     def _jobs(self, run: _Run, position: int) -> Iterator[pa.RecordBatch]:
@@ -235,6 +239,7 @@ class _Run:
         self.failures: dict[int, DeadLetter] = {}
         self.letters = "0"
         self.sent = False
+        self.check_at = 0.0
         self.over = False
 
 

@@ -123,6 +123,8 @@ async def create_batch(request: Request, tenant: Tenant, gateway: TheGateway) ->
             raise ApiError(
                 400, "file_not_found", f"No such file: `{asked.input_file_id[:100]}`.", param="input_file_id"
             )
+        if gateway.batches.open_count() >= gateway.settings.max_open_batches:
+            raise ApiError(429, "too_many_batches", "Too many batches are open; try again later.", retry_after_s=60)
         gateway.batches.add_batch(record)
 
     await run_in_threadpool(accept)

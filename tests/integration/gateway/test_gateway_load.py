@@ -226,7 +226,7 @@ def test_a_queue_whose_server_hangs_is_answered_with_503_until_it_is_back(stack:
 
 
 def test_a_queue_without_a_worker_is_answered_with_503_and_keeps_its_batches(stack: Stack, tmp_path: Path) -> None:
-    gateway = Gateway(stack, tmp_path, "--queue", "nobody")
+    gateway = Gateway(stack, tmp_path, "--queue", "nobody", "--max-open-batches", 1)
     try:
         assert error_of(gateway.get("/ready"), 503)["message"] == "Not ready: no worker has ever served this queue."
         assert gateway.refused(503, json=a_request(gateway))["code"] == "not_ready"
@@ -237,6 +237,7 @@ def test_a_queue_without_a_worker_is_answered_with_503_and_keeps_its_batches(sta
         request = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": "24h"}
         batch_id = gateway.post("/v1/batches", json=request).json()["id"]
         assert gateway.get(f"/v1/batches/{batch_id}").json()["status"] == "validating"
+        assert gateway.refused(429, "/v1/batches", json=request)["code"] == "too_many_batches"
         # Even a batch that ends before anybody knows the model accounts for its requests.
         gateway.post(f"/v1/batches/{batch_id}/cancel")
         batch = wait_until(lambda: cancelled(gateway, batch_id), "the batch is cancelled")

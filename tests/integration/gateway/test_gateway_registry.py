@@ -126,7 +126,8 @@ def test_a_lease_is_renewed_by_its_holder_and_taken_by_another_only_when_it_is_o
 
 def test_dropped_results_leave_the_backlog_once(redis_client: redis.Redis) -> None:
     ids = [redis_client.xadd(KEYS.results("r"), {"payload": b"x" * 10}).decode() for _ in range(3)]
-    redis_client.hset(KEYS.bytes, KEYS.suffix(KEYS.results("r")), 30)
+    redis_client.hset(KEYS.held, KEYS.suffix(KEYS.results("r")), 30)
+    redis_client.hset(KEYS.bytes, "results", 30)
     backlog = Registry(redis_client, KEYS).backlog_bytes
     for _ in range(2):
         drop_results(redis_client, KEYS, "r", [(ids[0], 10)])
