@@ -55,13 +55,14 @@ def rows_of(
     )
 
 
-def add_file(path: Path, rows: pa.RecordBatch, *, normalized: bool = True, dtype: str = "float32") -> Path:
-    """Publish one more file of the dataset at `path`; returns the file."""
+def add_file(path: Path, rows: pa.RecordBatch, *, normalized: bool = True, dtype: str = "float32", **more: str) -> Path:
+    """Publish one more file of the dataset at `path`, with `more` facts in its metadata; returns the file."""
     dataset = Dataset(path)
     spec = dataset.run_spec()
     assert spec is not None
     batch = VectorBatch(rows)
     facts = {"model_id": "handmade", "fingerprint": "f" * 64, "dtype": dtype, "normalized": str(normalized).lower()}
+    facts |= more
     metadata = {f"embedq.{name}": value for name, value in facts.items()}
     tokens = int(np.minimum(rows.column("n_tokens").to_numpy(), LIMIT).sum())
     file = stage(dataset, uuid.uuid4().hex, spec.run, [batch], metadata, tokens)

@@ -63,9 +63,12 @@ def _print_inspection(found: DatasetInspection) -> None:
             "files in no manifest": f"{found.strangers:,}; embedq compact removes them" if found.strangers else "",
         },
     )
-    if facts is None or found.norms is None or found.tokens is None:
+    if facts is None or found.tokens is None:
         return
     norms, tokens = found.norms, found.tokens
+    stored = f"{facts.vector_type}, {found.vector_bytes:,} bytes a vector"
+    if found.ranges is not None:
+        stored += f", ranges within {found.ranges[0]:.4f} and {found.ranges[1]:.4f}"
     _print_section(
         "model",
         {
@@ -81,9 +84,10 @@ def _print_inspection(found: DatasetInspection) -> None:
         "vectors",
         {
             "dimensions": f"{facts.dimensions}, {'L2-normalised' if facts.normalized else 'not normalised'}",
-            "norms": f"{norms.smallest:.6f} to {norms.largest:.6f}, mean {norms.mean:.6f}",
-            "norm is not 1": f"{norms.not_unit:,}" if facts.normalized else "",
-            "not finite": f"{norms.not_finite:,}" if norms.not_finite else "",
+            "stored as": stored,
+            "norms": f"{norms.smallest:.6f} to {norms.largest:.6f}, mean {norms.mean:.6f}" if norms else "",
+            "norm is not 1": f"{norms.not_unit:,}" if norms and facts.normalized else "",
+            "not finite": f"{norms.not_finite:,}" if norms and norms.not_finite else "",
         },
     )
     _print_section(

@@ -89,7 +89,7 @@ def _alone(dataset: Dataset) -> Iterator[None]:
 
 def _chosen(reader: DatasetReader, file_bytes: int) -> list[PublishedFile]:
     """The files to merge: small ones, if there are several, and all that share ordinals with another."""
-    small = {f.token for f in reader.files if f.rows * reader.dimensions * 4 < file_bytes / 2}
+    small = {f.token for f in reader.files if f.rows * reader.row_bytes < file_bytes / 2}
     doubled = _overlapping(reader.files)
     if len(small) < 2 and not doubled:
         return []
@@ -120,7 +120,7 @@ def _merge(dataset: Dataset, reader: DatasetReader, file_bytes: int) -> list[Pub
     with storage_errors(f"write into {dataset.staging}"):
         dataset.staging.mkdir(exist_ok=True)
     try:
-        for batches in _files_worth(reader, max(1, file_bytes // (4 * reader.dimensions))):
+        for batches in _files_worth(reader, max(1, file_bytes // reader.row_bytes)):
             tokens = sum(_tokens(batch, limit) for batch in batches)
             fresh.append(stage(dataset, uuid.uuid4().hex, reader.spec.run, batches, metadata, tokens))
     except BaseException:

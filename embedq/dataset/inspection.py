@@ -11,7 +11,6 @@ import numpy as np
 from embedq_producer.id_set import hash_ids
 from embedq_schemas.run import RunSpec
 from embedq_schemas.text_hash import text_keys
-from embedq_schemas.vector_batch import VectorBatch
 from embedq_worker.embed import NORM_TOLERANCE
 from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.errors import read_errors
@@ -25,7 +24,10 @@ _COLUMNS = ("id", "vector", "n_tokens", "truncated", "text_sha256")
 
 @dataclass(frozen=True)
 class Norms:
-    """L2 norms of the vectors. `not_unit`: rows whose norm is not 1 within 1e-3; `not_finite`: with NaN or infinity."""
+    """L2 norms of float32 and float16 vectors, which others do not keep.
+
+    `not_unit`: rows whose norm is not 1 within 1e-3; `not_finite`: with NaN or infinity.
+    """
 
     smallest: float
     mean: float
@@ -58,6 +60,10 @@ class DatasetInspection:
     size_bytes: int
     columns: dict[str, str]
     facts: VectorFacts | None
+    #: Bytes of a stored vector.
+    vector_bytes: int
+    #: The smallest and the largest value that int8 and uint8 vectors can hold, over all dimensions.
+    ranges: tuple[float, float] | None
     norms: Norms | None
     tokens: Tokens | None
     truncated: int
@@ -78,7 +84,8 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
             for batch in reader.batches(_COLUMNS):
                 ids.add(hash_ids(batch.column("id")))
                 texts.add(text_keys(batch.column("text_sha256")))
-                norms.add(VectorBatch(batch).vectors)
+                if reader.vector_type.floating:
+                    norms.add(reader.as_float32(batch))
                 lengths.add(batch.column("n_tokens").to_numpy())
                 truncated += batch.column("truncated").true_count
             repeated_ids, repeated_texts = ids.find()[0], texts.find()[0]
@@ -92,7 +99,9 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
         size_bytes=reader.size_bytes,
         columns={field.name: str(field.type) for field in reader.schema} if reader.files else {},
         facts=reader.facts if reader.files else None,
-        norms=norms.result(reader.rows) if reader.files else None,
+        vector_bytes=reader.row_bytes if reader.files else 0,
+        ranges=_extremes(reader) if reader.files else None,
+        norms=norms.result(reader.rows) if reader.files and reader.vector_type.floating else None,
         tokens=lengths.result() if reader.files else None,
         truncated=truncated,
         repeated_ids=repeated_ids,
@@ -101,6 +110,11 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
         strangers=sum(path.name not in listed for path in reader.path.glob("part-*.parquet")),
         summary=reader.summary,
     )
+
+
+def _extremes(reader: DatasetReader) -> tuple[float, float] | None:
+    ranges = reader.ranges
+    return None if ranges is None else (float(ranges[0].min()), float(ranges[1].max()))
 
 
 class _NormsSoFar:

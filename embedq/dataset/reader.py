@@ -14,12 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from embedq_schemas.errors import OutputError, RunIncompleteError, RunNotFoundError, UsageError
+from embedq_schemas.errors import CodecError, OutputError, RunIncompleteError, RunNotFoundError, UsageError
 from embedq_schemas.manifest import PublishedFile, read_manifest
+from embedq_schemas.quantize import VectorType, decode_ranges, dequantize
 from embedq_schemas.run import RunSpec
+from embedq_schemas.vector_batch import TYPE_KEY, VectorBatch, described
 from embedq_worker.sinks.dataset import Dataset
+from numpy.typing import NDArray
 
 SUPERSEDED_NAME = "_superseded"
 """Folder of files that a compaction replaced: kept for a while for readers that opened the manifest before it. They end
@@ -34,8 +38,9 @@ Order = Literal["file", "input"]
 class VectorFacts:
     """How a dataset's vectors were made, as its files say.
 
-    `dimensions` is the length of a vector. `normalized`: every vector has an L2 norm of 1. `dtype` is what the model
-    computed in; vectors are stored as float32. `prompt` was put before every document. `version` is embedq's.
+    `dimensions` is the length of a vector. `normalized`: every vector had an L2 norm of 1 before it was stored. `dtype`
+    is what the model computed in, `vector_type` what vectors are stored as. `prompt` was put before every document.
+    `version` is embedq's.
     """
 
     model_id: str
@@ -47,6 +52,7 @@ class VectorFacts:
     dtype: str
     prompt: str
     version: str
+    vector_type: VectorType = VectorType.FLOAT32
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,13 @@ class DatasetReader:
             raise OutputError(f"{self.path} holds no vectors")
         with self.opened(self.files[0]) as file:
             schema: pa.Schema = file.schema_arrow
-        vector = schema.field("vector").type
-        if not pa.types.is_fixed_size_list(vector) or vector.value_type != pa.float32():
-            raise OutputError(f"{self.path} holds vectors of type {vector}, which this version does not read")
+        try:
+            kind, _ = described(schema.field("vector"))
+            ranges = _ranges_in(schema)
+        except (CodecError, ValueError) as error:
+            raise OutputError(f"{self.path} holds vectors that this version does not read: {error}") from None
+        if kind.ranged and ranges is None:
+            raise OutputError(f"{self.path} holds {kind} vectors whose ranges are missing")
         return schema
 
     @cached_property
@@ -122,22 +132,46 @@ class DatasetReader:
             dtype=texts.get("dtype", ""),
             prompt=texts.get("prompt", ""),
             version=texts.get("version", ""),
+            vector_type=self.vector_type,
         )
 
     @property
     def dimensions(self) -> int:
         """Components of a vector."""
-        return int(self.schema.field("vector").type.list_size)
+        return described(self.schema.field("vector"))[1]
+
+    @property
+    def vector_type(self) -> VectorType:
+        """What vectors are stored as."""
+        return described(self.schema.field("vector"))[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored vector."""
+        return self.vector_type.row_bytes(self.dimensions)
+
+    @property
+    def ranges(self) -> NDArray[np.float32] | None:
+        """Of int8 and uint8 vectors: smallest and largest value of each dimension, float32 [2, dimensions]."""
+        return _ranges_in(self.schema)
+
+    def as_float32(self, batch: pa.RecordBatch | VectorBatch) -> NDArray[np.float32]:
+        """What the stored vectors of `batch` stand for, float32 [n, dimensions]; see `dequantize`."""
+        batch = batch if isinstance(batch, VectorBatch) else VectorBatch(batch)
+        return dequantize(batch.vectors, self.vector_type, self.ranges)
 
     @property
     def batch_rows(self) -> int:
-        """Rows whose vectors take about 16 MB."""
+        """Rows whose vectors take about 16 MB as float32."""
         return max(1, BATCH_BYTES // (4 * self.dimensions))
 
     def batches(
         self, columns: Sequence[str] | None = None, *, order: Order = "file", batch_rows: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """The rows as record batches, in bounded memory. `VectorBatch(batch).vectors` is their float32 [n, d] view.
+        """The rows as record batches, in bounded memory.
+
+        `VectorBatch(batch).vectors` is a view of their vectors as they are stored; `as_float32(batch)` is what those
+        stand for.
 
         Args:
             columns: names of the columns wanted, in the dataset's order; None means all.
@@ -168,6 +202,8 @@ class DatasetReader:
         """The rows of one file, columns as in `schema`, from all or some row groups; raises OutputError."""
         with self.opened(file) as opened:
             _check_columns(self.path / file.name, opened.schema_arrow, schema)
+            if "vector" in schema.names:
+                _check_vectors(self.path / file.name, opened.schema_arrow, self.schema)
             # Over several row groups Arrow keeps what it has read until the last.
             for group in range(opened.num_row_groups) if groups is None else groups:
                 for batch in opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=schema.names):
@@ -255,6 +291,20 @@ def facts_in(schema: pa.Schema) -> dict[str, str]:
         for key, value in (schema.metadata or {}).items()
         if key.startswith(_METADATA_PREFIX)
     }
+
+
+def _ranges_in(schema: pa.Schema) -> NDArray[np.float32] | None:
+    text = facts_in(schema).get("ranges")
+    return None if text is None else decode_ranges(text)
+
+
+def _check_vectors(path: Path, found: pa.Schema, wanted: pa.Schema) -> None:
+    """Vectors of one dataset must compare."""
+    kind, _ = described(wanted.field("vector"))
+    if (found.field("vector").metadata or {}).get(TYPE_KEY) != (wanted.field("vector").metadata or {}).get(TYPE_KEY):
+        raise OutputError(f"{path}: its vectors are not {kind} as elsewhere")
+    if facts_in(found).get("ranges") != facts_in(wanted).get("ranges"):
+        raise OutputError(f"{path}: its {kind} vectors have other ranges than those elsewhere")
 
 
 def _check_columns(path: Path, found: pa.Schema, wanted: pa.Schema) -> None:

@@ -1,4 +1,8 @@
-"""Exact search over a dataset: every vector is compared, blockwise, in constant memory."""
+"""Exact search over a dataset: every vector is compared, blockwise, in constant memory.
+
+Questions stay float32, whatever documents are stored as: `asymmetric` comparison, which keeps more of the order than
+quantised questions would. A document's vector is what its stored form stands for: see `dequantize`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from embedq_schemas.manifest import PublishedFile
-from embedq_schemas.vector_batch import VectorBatch
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
@@ -21,7 +24,11 @@ _SCORES_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Hit:
-    """One document found. `row` holds its columns without the vector; `score` is the cosine similarity."""
+    """One document found. `row` holds its columns without the vector; `score` is the cosine similarity.
+
+    Of compact vectors it is an estimate: the dot product of the question with what the document's stored vector stands
+    for, which for int8 and uint8 is close to the cosine, and for binary and ubinary keeps the order only.
+    """
 
     score: float
     row: dict[str, Any]
@@ -97,7 +104,7 @@ def _best_of_group(reader: DatasetReader, group: _Group, queries: NDArray[np.flo
     rows = max(1, min(reader.batch_rows, _SCORES_AT_ONCE // max(1, len(queries))))
     first = group.first
     for batch in reader.file_batches(group.file, reader.select(["vector"]), rows, groups=[group.number]):
-        vectors = VectorBatch(batch).vectors
+        vectors = reader.as_float32(batch)
         scores = vectors @ queries.T
         if not reader.facts.normalized:
             scores /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)

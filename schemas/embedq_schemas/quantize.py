@@ -40,6 +40,11 @@ class VectorType(StrEnum):
         return self in (VectorType.INT8, VectorType.UINT8)
 
     @property
+    def packed(self) -> bool:
+        """Whether only signs are kept, eight to a byte."""
+        return self in (VectorType.BINARY, VectorType.UBINARY)
+
+    @property
     def dtype(self) -> np.dtype[np.generic]:
         """Of the array of stored vectors."""
         names = {VectorType.BINARY: "int8", VectorType.UBINARY: "uint8"}
@@ -47,7 +52,7 @@ class VectorType(StrEnum):
 
     def width(self, dimension: int) -> int:
         """Numbers stored for a vector of `dimension` components: `dimension`, or an eighth of it."""
-        return dimension if self.floating or self.ranged else dimension // 8
+        return dimension // 8 if self.packed else dimension
 
     def row_bytes(self, dimension: int) -> int:
         """Bytes stored for a vector of `dimension` components."""
@@ -64,7 +69,7 @@ class VectorType(StrEnum):
 
     def fault(self, dimension: int, ranges: NDArray[np.float32] | None) -> str | None:
         """Why vectors of `dimension` components cannot be of this type with these ranges; None if they can."""
-        if not (self.floating or self.ranged) and dimension % 8:
+        if self.packed and dimension % 8:
             return f"{self} vectors pack 8 components into a byte: {dimension} dimensions are no multiple of 8"
         if ranges is not None and ranges.shape != (2, dimension):
             return f"the ranges are {list(ranges.shape)}, those of {dimension} dimensions are [2, {dimension}]"

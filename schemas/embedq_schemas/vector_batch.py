@@ -51,7 +51,7 @@ def described(field: pa.Field) -> tuple[VectorType, int]:
         width = kind.byte_width
         name = (field.metadata or {}).get(TYPE_KEY, b"").decode("ascii", "replace")
         found = next((each for each in VectorType if each == name and not each.floating), None)
-    dimension = width * 8 if found in (VectorType.BINARY, VectorType.UBINARY) else width
+    dimension = width * 8 if found is not None and found.packed else width
     if found is None or not 1 <= dimension <= MAX_DIMENSION:
         raise CodecError(f"column {field.name} holds {kind}, which is no type of vector")
     return found, dimension

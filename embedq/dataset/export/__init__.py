@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedq_schemas.errors import OutputError, UsageError
+from embedq_schemas.quantize import VectorType
 
 from embedq.dataset.options import ExportOptions
 from embedq.dataset.reader import DatasetReader
@@ -23,7 +24,11 @@ def export_dataset(reader: DatasetReader, options: ExportOptions) -> str:
     """
     if options.to is None:
         raise UsageError("--to is missing: name what to write: npy, faiss, lance, jsonl, pgvector or qdrant")
-    _ = reader.schema  # before anything is created: there are vectors to export
+    # Before anything is created: there are vectors to export, of a type that the target has.
+    kind = reader.vector_type
+    if kind.packed and options.to in ("pgvector", "qdrant"):
+        taken = ", ".join(other for other in VectorType if not other.packed)
+        raise UsageError(f"{reader.path} holds {kind} vectors; --to {options.to} takes {taken}")
     if options.to == "pgvector":
         from embedq.dataset.export.pgvector import export_pgvector
 

@@ -1,4 +1,7 @@
-"""JSON lines: one object per row with all columns, in input order; a vector's numbers read back to the same float32."""
+"""JSON lines: one object per row with all columns, in input order.
+
+A vector's numbers are those stored, and read back to the same float32 or float16.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from embedq_schemas.vector_batch import VectorBatch
+from numpy.typing import NDArray
 
 from embedq.dataset.export.whole import whole
 from embedq.dataset.reader import DatasetReader
@@ -23,16 +28,18 @@ def export_jsonl(reader: DatasetReader, output: Path, *, replace: bool) -> None:
 
 
 def _lines(batch: pa.RecordBatch) -> Iterator[str]:
-    vectors = _joined(batch.column("vector")).to_pylist()
+    vectors = _joined(VectorBatch(batch).vectors).to_pylist()
     for row, numbers in zip(batch.drop_columns(["vector"]).to_pylist(), vectors, strict=True):
         yield f'{json.dumps(row, ensure_ascii=False, default=_hex)[:-1]}, "vector": [{numbers}]}}\n'
 
 
-def _joined(vectors: pa.FixedSizeListArray) -> pa.Array:
+def _joined(vectors: NDArray[Any]) -> pa.Array:
     """Each vector's numbers as text: Arrow writes the fewest digits that read back to the same float32."""
-    width = vectors.type.list_size
-    numbers = vectors.flatten().cast(pa.string())
-    offsets = np.arange(len(vectors) + 1, dtype=np.int32) * width
+    if vectors.dtype == np.float16:
+        vectors = vectors.astype(np.float32)
+    count, width = vectors.shape
+    numbers = pa.array(vectors.reshape(-1)).cast(pa.string())
+    offsets = np.arange(count + 1, dtype=np.int32) * width
     return pc.binary_join(pa.ListArray.from_arrays(offsets, numbers), ", ")
 
 

@@ -1,9 +1,12 @@
-"""NumPy: `vectors.npy` (float32 [n, dimensions], for memory mapping) and `ids.parquet`, whose row i describes row i."""
+"""NumPy: `vectors.npy`, as the dataset stores them, for memory mapping, and `ids.parquet`, whose row i describes row i.
+
+int8 and uint8 vectors have their `ranges.npy` beside them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -19,16 +22,20 @@ def export_npy(reader: DatasetReader, output: Path, *, replace: bool) -> None:
         beside_ids(reader, folder) as blocks,
         (folder / "vectors.npy").open("wb") as file,
     ):
-        _write_header(file, reader.rows, reader.dimensions)
+        kind = reader.vector_type.dtype.newbyteorder("<")
+        width = reader.vector_type.width(reader.dimensions)
+        _write_header(file, kind, reader.rows, width)
         rows = 0
-        for vectors in blocks:
-            file.write(np.ascontiguousarray(vectors, dtype="<f4").data)
-            rows += len(vectors)
+        for block in blocks:
+            file.write(np.ascontiguousarray(block.vectors, dtype=kind).data)
+            rows += block.num_documents
         # Doubled rows come once. A header has room for any number of rows.
         file.seek(0)
-        _write_header(file, rows, reader.dimensions)
+        _write_header(file, kind, rows, width)
+        if reader.ranges is not None:
+            np.save(folder / "ranges.npy", reader.ranges)
 
 
-def _write_header(file: BinaryIO, rows: int, dimensions: int) -> None:
-    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, dimensions)}
+def _write_header(file: BinaryIO, kind: np.dtype[Any], rows: int, width: int) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (rows, width)}
     np.lib.format.write_array_header_1_0(file, header)

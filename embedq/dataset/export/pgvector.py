@@ -1,4 +1,7 @@
-"""PostgreSQL with pgvector: one table, filled by binary COPY and put in place in the same transaction."""
+"""PostgreSQL with pgvector: one table, filled by binary COPY and put in place in the same transaction.
+
+Vectors become `vector`, which is float32; its half-precision type is missing in older servers and takes a cast.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 from embedq_broker.connect import mask_url
 from embedq_schemas.errors import OutputError, StorageError
-from embedq_schemas.vector_batch import VectorBatch
 
 from embedq.dataset.extras import extra
 from embedq.dataset.reader import DatasetReader
@@ -63,7 +65,8 @@ def _fill(connection: Any, reader: DatasetReader, table: str, *, replace: bool) 
     exists = connection.execute("SELECT to_regclass(%s) IS NOT NULL", [target.as_string(connection)]).fetchone()[0]
     if exists and not replace:
         raise OutputError(f"the table {table} exists; give another one with --table, or add --replace")
-    kinds = [_kind(field) for field in reader.schema]
+    vector = f"vector({reader.dimensions})"
+    kinds = [vector if field.name == "vector" else _kind(field) for field in reader.schema]
     columns = sql.SQL(", ").join(
         sql.SQL("{} {}").format(sql.Identifier(field.name), sql.SQL(kind))
         for field, kind in zip(reader.schema, kinds, strict=True)
@@ -83,8 +86,6 @@ def _fill(connection: Any, reader: DatasetReader, table: str, *, replace: bool) 
 
 
 def _kind(field: pa.Field) -> str:
-    if field.name == "vector":
-        return f"vector({field.type.list_size})"
     return _TYPES.get(field.type, "text")
 
 
@@ -92,7 +93,7 @@ def _rows(reader: DatasetReader) -> Iterator[list[Any]]:
     at = reader.schema.get_field_index("vector")
     for batch in reader.batches(order="input"):
         columns: list[Any] = [_storable(column.to_pylist()) for column in batch.drop_columns(["vector"]).columns]
-        columns.insert(at, VectorBatch(batch).vectors)
+        columns.insert(at, reader.as_float32(batch))
         yield from map(list, zip(*columns, strict=True))
 
 

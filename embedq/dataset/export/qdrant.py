@@ -9,7 +9,6 @@ from typing import Any
 
 from embedq_broker.connect import mask_url
 from embedq_schemas.errors import OutputError, StorageError
-from embedq_schemas.vector_batch import VectorBatch
 
 from embedq.dataset.extras import extra
 from embedq.dataset.reader import DatasetReader
@@ -24,7 +23,7 @@ def export_qdrant(
 ) -> str:
     """Upsert every row into `collection` of the server at the URL `place`, or of the local mode's directory `place`.
 
-    A point holds the vector and, as payload, all other columns and `embedq_run`, the name of the run.
+    A point holds the vector as float32 and, as payload, all other columns and `embedq_run`, the name of the run.
 
     Args:
         replace: when all rows are in, remove the collection's points that belong to no or to another run.
@@ -84,7 +83,7 @@ def _points(reader: DatasetReader) -> Iterator[Any]:
         rows = batch.drop_columns(["vector"]).to_pylist()
         yield models.Batch(
             ids=[str(uuid.uuid5(POINT_NAMESPACE, row["id"])) for row in rows],
-            vectors=VectorBatch(batch).vectors.tolist(),
+            vectors=reader.as_float32(batch).tolist(),
             payloads=[{**_plain(row), "embedq_run": reader.spec.run} for row in rows],
         )
 

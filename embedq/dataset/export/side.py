@@ -9,8 +9,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from embedq_schemas.vector_batch import VectorBatch
-from numpy import float32
-from numpy.typing import NDArray
 
 from embedq.dataset.reader import DatasetReader
 
@@ -18,14 +16,14 @@ IDS_NAME = "ids.parquet"
 
 
 @contextmanager
-def beside_ids(reader: DatasetReader, folder: Path) -> Iterator[Iterator[NDArray[float32]]]:
-    """Iterate over the vectors (float32 [n, dimensions]) in input order; their rows go to `folder/ids.parquet`."""
+def beside_ids(reader: DatasetReader, folder: Path) -> Iterator[Iterator[VectorBatch]]:
+    """Iterate over the vectors in input order; their rows go to `folder/ids.parquet`."""
     schema = reader.schema.remove(reader.schema.get_field_index("vector"))
     with pq.ParquetWriter(folder / IDS_NAME, schema, compression="zstd") as writer:
 
-        def vectors() -> Iterator[NDArray[float32]]:
+        def vectors() -> Iterator[VectorBatch]:
             for batch in reader.batches(order="input"):
                 writer.write_table(pa.Table.from_batches([batch]).select(schema.names))
-                yield VectorBatch(batch).vectors
+                yield VectorBatch(batch)
 
         yield vectors()

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from embedq_schemas.errors import OutputError
 from handmade_dataset import add_file, complete, make_dataset, rows_of, text_of, vectors_of
 
 from embedq.dataset import open_dataset
-from embedq.dataset.export.faiss import _streams
+from embedq.dataset.export.faiss import _binary, _inner_product, _streams
 from embedq.dataset.export.whole import whole
 
 
@@ -66,7 +67,8 @@ def test_a_doubled_document_is_exported_once_with_its_newest_row(embedq: Command
 def test_the_index_is_written_as_the_installed_faiss_writes_it(embedq: Command, tmp_path: Path) -> None:
     import faiss
 
-    assert _streams(faiss, 8)
+    assert _streams(_inner_product(faiss, 8))
+    assert _streams(_binary(faiss, 16))
     path = make_dataset(tmp_path / "d", [[1, 3], [0, 2, 4]])
     assert embedq("export", path, "--to", "faiss", "-o", "f").status == 0
     index = faiss.IndexFlatIP(8)
@@ -79,8 +81,9 @@ def test_where_faiss_writes_something_else_it_writes_the_index_itself(
 ) -> None:
     import faiss
 
-    monkeypatch.setattr("embedq.dataset.export.faiss._COUNT_AT", 0)
-    assert not _streams(faiss, 8)
+    elsewhere = replace(_inner_product(faiss, 8), count_at=0)
+    monkeypatch.setattr("embedq.dataset.export.faiss._inner_product", lambda *_: elsewhere)
+    assert not _streams(elsewhere)
     path = make_dataset(tmp_path / "d", [[1, 0]])
     assert embedq("export", path, "--to", "faiss", "-o", "f").status == 0
     np.testing.assert_array_equal(faiss.read_index("f/index.faiss").reconstruct_n(0, 2), vectors_of([0, 1]))
