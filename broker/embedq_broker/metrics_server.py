@@ -105,7 +105,8 @@ class _Sum:
             for sample in family.samples:
                 if sample.name.endswith("_created"):
                     continue
-                series = sample.name, tuple(sample.labels.items())
+                # Files and memory name the labels of a series in different orders.
+                series = sample.name, tuple(sorted(sample.labels.items()))
                 sums[series] = sums.get(series, 0.0) + sample.value
         for name, family in families.items():
             merged = Metric(name, family.documentation, family.type)
