@@ -53,12 +53,12 @@ class _Lines:
 
     def __next__(self) -> str:
         while not self._ahead:
-            self._ahead.extend(_decoded(next(self._batches)))
+            self._ahead.extend(_decoded(next(self._batches), self._bound))
         line = self._ahead[0]
         if not self.taken:
             self._taken_bytes = 0
         elif line.too_long or self._taken_bytes + line.size > self._bound:
-            raise _TooLongError
+            raise _TooLongError(f"a quote is not closed within max_line_bytes = {self._bound}")
         self.taken.append(self._ahead.popleft())
         self._taken_bytes += line.size
         return line.text
@@ -69,12 +69,15 @@ class _Lines:
         del self.taken[1:]
 
 
-def _decoded(batch: LineBatch) -> Iterator[_Line]:
+def _decoded(batch: LineBatch, longest: int) -> Iterator[_Line]:
     last = len(batch.lines) - 1
     for index, line in enumerate(batch.lines):
-        size = (batch.dropped_bytes or len(line)) + (batch.terminated or index < last)
+        size = batch.dropped_bytes or len(line)
+        # Whether a long line was kept depends on how it arrived, so none of them is looked at.
+        too_long = size > longest
         # What is not UTF-8 is found again as surrogates, in its own row.
-        yield _Line(line.decode("utf-8", "surrogateescape") + "\n", size, bool(batch.dropped_bytes), batch.valid_utf8)
+        text = "\n" if too_long else line.decode("utf-8", "surrogateescape") + "\n"
+        yield _Line(text, size + (batch.terminated or index < last), too_long, batch.valid_utf8)
 
 
 class CsvFile:
@@ -91,6 +94,8 @@ class CsvFile:
         try:
             while not self.header:
                 self.header = next(self._reader)
+                if self._lines.taken[-1].too_long:
+                    raise _TooLongError(f"it is longer than max_line_bytes = {max_row_bytes}")
         except StopIteration:
             pass
         except (csv.Error, _TooLongError) as error:
@@ -139,15 +144,14 @@ class CsvFile:
         self._lines.taken.clear()
         try:
             row = next(self._reader)
-        except _TooLongError:
+        except _TooLongError as error:
             self._lines.give_back()
-            message = f"a quote is not closed within max_line_bytes = {self._max_row_bytes}"
-            return [], (DocumentErrorCode.LINE_TOO_LONG, message)
+            return [], (DocumentErrorCode.LINE_TOO_LONG, str(error))
         except csv.Error as error:
             self._lines.give_back()
             return [], (DocumentErrorCode.INVALID_ROW, f"the row is not valid CSV: {error}")
         line = self._lines.taken[0]
-        if line.too_long or line.size > self._max_row_bytes + 1:
+        if line.too_long:
             message = f"the line has {line.size - 1} bytes, more than max_line_bytes = {self._max_row_bytes}"
             return [], (DocumentErrorCode.LINE_TOO_LONG, message)
         if row and len(row) != len(self.header):

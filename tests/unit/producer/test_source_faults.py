@@ -88,10 +88,12 @@ def test_a_bad_element_of_a_json_array_takes_no_other_with_it(
         (b"id,text\na," + b"x" * 200_000 + b"\nb,x\n", ["b"], [(0, 2, "line_too_long")]),
         (b'id,text\na,"' + b"x\n" * 100_000 + b'"\nb,x\n', None, [(0, 2, "line_too_long")]),
         (b"id,text,id\na,x,b\n", [], [(0, 1, "unreadable_file")]),
+        (b"id,text," + b"x" * 200_000 + b"\na,x,b\n", [], [(0, 1, "unreadable_file")]),
+        (b"id,\xff\na,x\n", [], [(0, 1, "unreadable_file")]),
     ],
     ids=["empty", "header alone", "blank first", "crlf and blank", "quotes", "fields", "stray quote",
          "unclosed at the end", "text after a quote", "not utf-8", "not utf-8 elsewhere", "long line",
-         "unclosed for long", "column twice"],
+         "unclosed for long", "column twice", "long header", "header not utf-8"],
 )  # fmt: skip
 def test_a_bad_row_of_a_csv_file_takes_no_other_with_it(
     content: bytes, ids: list[str] | None, rejects: list[tuple[int, int, str]], tmp_path: Path
