@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +278,27 @@ def test_a_part_of_a_file_may_be_asked_for(stack: Stack) -> None:
     part = stack.get(f"/v1/files/{file_id}/content", headers={"Range": "bytes=2-4"})
     assert (part.status_code, part.content) == (206, b"234")
     assert stack.get(f"/v1/files/{file_id}/content", headers={"Range": "bytes=99-"}).status_code == 416
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no prlimit on this system")
+def test_a_disk_that_refuses_is_waited_out_by_batches_and_answered_with_503_to_uploads(
+    stack: Stack, tmp_path: Path
+) -> None:
+    with stack.another(data=tmp_path) as gateway:
+        lines = [line(f"r{i}", stack.model.name, f"text {i}") for i in range(2000)]
+        with stack.worker.frozen():
+            file_id = upload(gateway, lines)
+            # No file may grow beyond this, as on a full disk: neither an upload nor 2,000 vectors of 128 bytes fit.
+            pid = gateway.program.process.pid
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, hard))
+            form = {"data": {"purpose": "batch"}, "files": {"file": ("a", b"x" * 1_000_000)}}
+            assert gateway.refused(503, "/v1/files", **form)["code"] == "storage"
+            assert list((tmp_path / "tmp").iterdir()) == []
+            request = {"input_file_id": file_id, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+            batch_id = gateway.post("/v1/batches", json=request).json()["id"]
+            wait_until(lambda: f"batch {batch_id} waits" in gateway.program.text(), "the batch waits for the disk")
+            assert state(gateway, batch_id)["status"] in OPEN
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+        done, failed = outcomes(gateway, ended(gateway, batch_id))
+        assert (len(done), len(failed)) == (2000, 0)
