@@ -115,10 +115,14 @@ class _Stop:
 @with_options(RunOptions)
 def run(sources: Sources, options: RunOptions) -> int:
     """Embed a corpus into a Parquet dataset on this machine; the same command again resumes it."""
-    from embedq.run import exit_status, run_corpus
+    from embedq.run import estimate_run, exit_status, run_corpus
 
     _log(options.log_level)
     out, err = display.consoles()
+    if options.dry_run:
+        for line in estimate_run(sources, options).lines():
+            _say(out, line)
+        return 0
     stop = _Stop()
     started = time.monotonic()
     with display.RunProgress(err) as progress:

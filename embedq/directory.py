@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedq_broker.embedded import running_server_url
-from embedq_schemas.errors import OutputError, RunNotFoundError
+from embedq_schemas.errors import OutputError, RunConflictError, RunNotFoundError
 from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
-from embedq_worker.sinks.dataset import STATE_NAME, Dataset
+from embedq_worker.sinks.dataset import RUN_NAME, STATE_NAME, Dataset
 from embedq_worker.sinks.errors import read_errors
 
 from embedq.options import ConnectOptions
@@ -79,9 +82,8 @@ def resting_run(run: str, options: ConnectOptions) -> RunState | None:
     files = list(read_manifest(dataset.path).values())
     failed = sum(1 for _ in read_errors(dataset))
     rows = sum(file.rows for file in files)
-    counters = RunCounters(
-        input=rows + failed, succeeded=rows, failed=failed, tokens=sum(file.tokens for file in files)
-    )
+    tokens = sum(file.tokens for file in files if not file.copied)
+    counters = RunCounters(input=rows + failed, succeeded=rows, failed=failed, tokens=tokens)
     return RunState(
         spec=spec,
         status=RunStatus.IN_PROGRESS,
@@ -114,3 +116,14 @@ def locate(output: Path, redis_url: str) -> Place:
     if url is None:
         raise RunNotFoundError(f"the run in {output} is interrupted; the embedq run command that made it resumes it")
     return Place(url, spec.queue, spec.run)
+
+
+@contextmanager
+def owned(dataset: Dataset) -> Iterator[None]:
+    """Keep a second `embedq run` out of the directory."""
+    with (dataset.path / RUN_NAME).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunConflictError(f"another embedq run is writing into {dataset.path}") from None
+        yield

@@ -528,6 +528,20 @@ class RunOptions(_BrokerFields, _MetricsFields, _WorkerFields, CorpusOptions, En
         None, description="Server that holds the queue. Unset: an embedded one, its state in the output directory."
     )  # type: ignore[assignment]
     output: Path | None = Field(None, description="Dataset directory. Everything a run needs to resume lies in it.")
+    incremental: bool = Field(
+        False,
+        description="Bring a complete dataset up to date with its corpus: compute new and changed texts, drop what is "
+        "gone, keep the vectors of all others.",
+    )
+    reindex: bool = Field(
+        False,
+        description="Compute a complete dataset anew, with whatever model and options; readers see the old one until "
+        "the new one is complete.",
+    )
+    dry_run: bool = Field(
+        False,
+        description="Only say what would be done: documents unchanged, changed, new and deleted, tokens, time, bytes.",
+    )
     storage_patience_s: float = Field(20.0, ge=0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "WARNING", description="Least severe log lines to write."

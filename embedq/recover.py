@@ -51,7 +51,7 @@ def reconcile(
             registry has lost whole is taken up from its dataset.
 
     Returns:
-        Ordinals whose outcome the dataset settles; empty where the registry is up to date.
+        Ordinals whose outcome the dataset settles and the registry has counted.
     """
     try:
         state = registry.state(spec.run)
@@ -66,12 +66,14 @@ def reconcile(
     reason = _reason(registry, dataset, state, files, len(letters), committed, broken)
     if reason is None:
         _drop_strangers(dataset, {*files, *committed})
-        return OrdinalSet()
+        # A run that was taken up anew before may have been interrupted before its producer had passed all of these.
+        pairs = _pairs({**files, **committed})
+        return OrdinalSet([*pairs, *((o, o) for o in {letter.ordinal for letter in letters} if o >= 0)])
     withdraw(dataset, broken)
     files = {token: file for token, file in files.items() if token not in broken}
     # Named but never listed, or committed but never named: those documents are sent again.
     _drop_strangers(dataset, set(files))
-    pairs = [pair for file in files.values() for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True)]
+    pairs = _pairs(files)
     held = OrdinalSet(pairs)
     # A document may have failed and, in a part of history the server lost, succeeded: its vector counts.
     failed = {letter.ordinal for letter in letters if letter.ordinal >= 0 and letter.ordinal not in held}
@@ -79,7 +81,7 @@ def reconcile(
     counters = RunCounters(
         succeeded=sum(file.rows for file in files.values()),
         failed=len(failed),
-        tokens=sum(file.tokens for file in files.values()),
+        tokens=sum(file.tokens for file in files.values() if not file.copied),
     )
     if state is not None or files or failed:
         registry.restore(spec, counters, files=len(files), drop_streams=alone)
@@ -112,9 +114,16 @@ def _reason(
         return f"{len(gone)} committed files are gone or damaged"
     if state.status is RunStatus.FAILED:
         return f"the run had failed ({state.error})"
-    if missing := registry.missing(state.spec.run):
+    missing = registry.missing(state.spec.run)
+    if not state.input_closed and registry.streams_empty():
+        missing = max(0, state.counters.input - state.counters.settled)
+    if missing:
         return f"{missing} documents are in no stream any more"
     return None
+
+
+def _pairs(files: dict[str, PublishedFile]) -> list[tuple[int, int]]:
+    return [pair for file in files.values() for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True)]
 
 
 def _drop_strangers(dataset: Dataset, known: set[str]) -> None:

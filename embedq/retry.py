@@ -14,7 +14,8 @@ from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.errors import keep_errors, read_errors
 from embedq_worker.sinks.files import fsync_directory, storage_errors
 
-from embedq.run import owned
+from embedq.directory import owned
+from embedq.generation import finish_switch
 
 
 def reopen(output: Path, code: str | None) -> int:
@@ -38,6 +39,7 @@ def reopen(output: Path, code: str | None) -> int:
     if spec.model_fingerprint is None:
         raise UsageError(f"{output} was not made by embedq run; send its failed documents as a run of their own")
     with owned(dataset):
+        finish_switch(dataset)
         letters = list(read_errors(dataset))
         chosen = [letter for letter in letters if code is None or letter.code == code]
         if not chosen:

@@ -7,14 +7,13 @@ publishes what they commit. Everything the run needs to resume lies in its outpu
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from embedq_producer.corpus import Corpus
 from embedq_producer.feed import Stopped, feed
 from embedq_schemas.errors import (
     OutputError,
-    RunConflictError,
     RunIncompleteError,
     RunNotFoundError,
     StorageError,
@@ -52,7 +50,11 @@ from embedq_worker.sinks.finish import finish_run
 from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_slots
 from redis.exceptions import RedisError
 
-from embedq.directory import finished_state
+from embedq.dataset.reader import DatasetReader, open_dataset
+from embedq.directory import finished_state, owned
+from embedq.estimate import Estimate, estimate, measured_speed
+from embedq.generation import Generation, finish_switch, require_same_vectors
+from embedq.known import KnownVectors
 from embedq.options import RunOptions, check_vector_type, usage_errors
 from embedq.recover import reconcile, release_the_dead
 
@@ -107,6 +109,7 @@ def run_corpus(
     slots = _slots(options)
     checkpoint = options.checkpoint()
     wanted = _request(corpus, read_options, dataset, options, checkpoint)
+    _go_on_with_switch(dataset)
     owner = dataset.run_spec()
     if owner is not None and owner.same_request(wanted):
         finished = finished_state(dataset, owner)
@@ -118,15 +121,118 @@ def run_corpus(
             return finished
     if note := left_out(corpus):
         on_note(note)
+    watching = Watching(stopping, on_progress, on_note)
+    update = (options.incremental or options.reindex) and owner is not None and not _holds_nothing(dataset)
+    if not update or (owner is not None and owner.same_request(wanted)):
+        return _complete(corpus, read_options, options, dataset, wanted, checkpoint, slots, watching)
+    with owned(dataset):
+        return _replace(corpus, read_options, options, dataset, wanted, checkpoint, slots, watching)
+
+
+def estimate_run(sources: Sequence[str | Path], options: RunOptions) -> Estimate:
+    """What `run_corpus` would do. Changes nothing; raises what `run_corpus` raises before it starts."""
+    if options.output is None:
+        raise UsageError("--output is missing: name the directory of the dataset")
+    dataset = Dataset(Path(os.path.realpath(options.output)))
+    _check_output(dataset)
+    corpus = options.open_corpus(sources)
+    _check_apart(sources, corpus, dataset)
+    read_options = options.read_options(corpus)
+    checkpoint = options.checkpoint()
+    wanted = _request(corpus, read_options, dataset, options, checkpoint)
+    owner = dataset.run_spec()
+    older = None
+    if owner is not None:
+        older = open_dataset(dataset.path, partial=True)
+        if not owner.same_request(wanted):
+            if older.complete and options.incremental and not options.reindex:
+                require_same_vectors(older, wanted, options.dtype)
+            elif not (older.complete and options.reindex):
+                _refuse_other_run(dataset, owner, wanted)
+    return estimate(
+        corpus,
+        read_options,
+        wanted,
+        checkpoint,
+        older,
+        lambda: measured_speed(checkpoint, options.engine_settings()),
+        keeps_vectors=owner is not None and (owner.same_request(wanted) or not options.reindex),
+    )
+
+
+def _go_on_with_switch(dataset: Dataset) -> None:
+    """Where an earlier command was killed while a new generation took the place of the dataset."""
+    if Generation(dataset).complete:
+        with owned(dataset):
+            finish_switch(dataset)
+
+
+def _replace(
+    corpus: Corpus,
+    read_options: ReadOptions,
+    options: RunOptions,
+    dataset: Dataset,
+    wanted: RunSpec,
+    checkpoint: Checkpoint,
+    slots: Sequence[Slot],
+    watching: Watching,
+) -> RunState:
+    """Make the dataset's next generation, from its own vectors where their texts are still there; then switch."""
+    if not dataset.success.exists():
+        raise OutputError(f"{dataset.path} is not complete; repeat the command that made it, then bring it up to date")
+    generation = Generation(dataset)
+    older = None if options.reindex else open_dataset(dataset.path)
+    if older is not None:
+        dtype = require_same_vectors(older, wanted, options.dtype)
+        options = options.model_copy(update={"dtype": dtype})
+    if generation.make_room(wanted):
+        watching.on_note(f"an unfinished update of {dataset.path} for another corpus or other options was removed")
+    fresh = generation.asked(wanted)
+    before = generation.take_ranges if older is not None else None
+    state = _complete(
+        corpus, read_options, options, generation.dataset, fresh, checkpoint, slots, watching, older, before
+    )
+    if state.status is RunStatus.COMPLETED:
+        generation.switch()
+        spec = dataset.run_spec()
+        state = (finished_state(dataset, spec) if spec is not None else None) or state
+    return state
+
+
+@dataclass(frozen=True)
+class Watching:
+    """Who looks on while a run is made; fields as `run_corpus` says."""
+
+    stopping: Callable[[], bool]
+    on_progress: Callable[[Snapshot], None]
+    on_note: Callable[[str], None]
+
+
+def _complete(
+    corpus: Corpus,
+    read_options: ReadOptions,
+    options: RunOptions,
+    dataset: Dataset,
+    wanted: RunSpec,
+    checkpoint: Checkpoint,
+    slots: Sequence[Slot],
+    watching: Watching,
+    older: DatasetReader | None = None,
+    before: Callable[[], None] | None = None,
+) -> RunState:
+    """Make the dataset that `wanted` describes, or go on with it. `before` is called once the directory is claimed."""
+    owner = dataset.run_spec()
     # Whatever can fail before the directory is claimed, fails before: then another command may still use it.
     if options.redis_url is None:
         find_server_binary()
     else:
         queue = (owner if owner is not None and owner.same_request(wanted) else wanted).queue
-        _check_queue(options.redis_url, Keys(queue), checkpoint, on_note)
+        _check_queue(options.redis_url, Keys(queue), checkpoint, watching.on_note)
     spec = _claim(dataset, wanted)
     with ExitStack() as stack:
         stack.enter_context(owned(dataset))
+        if before is not None:
+            before()
         url = options.redis_url
         server: EmbeddedServer | None = None
         if url is None:
@@ -136,21 +242,10 @@ def run_corpus(
         folder = stack.enter_context(options.metrics(broker, processes=True))
         with broker_errors(url):
             state = _drive(
-                corpus,
-                read_options,
-                options,
-                dataset,
-                spec,
-                slots,
-                broker,
-                folder,
-                server,
-                stopping,
-                on_progress,
-                on_note,
+                corpus, read_options, options, dataset, spec, checkpoint, older, slots, broker, folder, server, watching
             )
     if not state.counters.input:
-        on_note(f"the corpus {corpus.name} holds no documents")
+        watching.on_note(f"the corpus {corpus.name} holds no documents")
     if server is not None and state.status is RunStatus.COMPLETED:
         shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
     return state
@@ -169,20 +264,21 @@ def _drive(
     options: RunOptions,
     dataset: Dataset,
     spec: RunSpec,
+    checkpoint: Checkpoint,
+    older: DatasetReader | None,
     slots: Sequence[Slot],
     broker: BrokerSettings,
     metrics_folder: Path | None,
     server: EmbeddedServer | None,
-    stopping: Callable[[], bool],
-    on_progress: Callable[[Snapshot], None],
-    on_note: Callable[[str], None],
+    watching: Watching,
 ) -> RunState:
+    max_length = min(spec.encoding.max_length or checkpoint.max_length, checkpoint.max_length)
     # An embedded server that is gone stays gone: nothing waits for it.
     url = broker.redis_url
     client = connect(url, role="run", blocking=server is not None)
     keys = Keys(spec.queue)
     registry = Registry(client, keys)
-    done = reconcile(registry, dataset, spec, on_note, alone=server is not None)
+    done = reconcile(registry, dataset, spec, watching.on_note, alone=server is not None)
     if server is not None:
         release_the_dead(client, keys, broker)
     spec = registry.create(spec)
@@ -196,18 +292,27 @@ def _drive(
         metrics_folder=metrics_folder,
     )
     halt = threading.Event()
-    feeder = _Feeder(
-        lambda: feed(
-            Registry(connect(url, role="producer", blocking=server is not None), keys),
+
+    def produce() -> None:
+        own = connect(url, role="producer", blocking=server is not None)
+        sender = Registry(own, keys)
+        known = None
+        # A stream is read once: what would turn out to be unknown after all could not be sent any more.
+        if all(file.place.repeatable for file in corpus.files):
+            known = KnownVectors(own, sender, dataset, spec, max_length=max_length, done=done, older=older)
+        feed(
+            sender,
             spec,
             corpus,
             read_options,
             broker,
             skip_duplicate_ids=options.on_duplicate_id == "skip",
             done=done,
+            vectors=known,
             stopping=halt.is_set,
         )
-    )
+
+    feeder = _Feeder(produce)
     started = time.monotonic()
     patience = _Patience(most=_RESTARTS_WITHOUT_PROGRESS * broker.max_deliveries)
     try:
@@ -215,7 +320,7 @@ def _drive(
         feeder.start()
         while True:
             state = registry.state(spec.run)
-            on_progress(Snapshot(state, supervisor.ready, supervisor.restarts, time.monotonic() - started))
+            watching.on_progress(Snapshot(state, supervisor.ready, supervisor.restarts, time.monotonic() - started))
             if state.status.terminal:
                 if state.status is RunStatus.COMPLETED and spec.queue == spec.run:
                     supervisor.drain()
@@ -223,7 +328,7 @@ def _drive(
                 return state
             if state.status in (RunStatus.FINALIZING, RunStatus.CANCELLING):
                 finish_run(client, keys, spec.run, roots)
-            elif stopping():
+            elif watching.stopping():
                 break
             if server is not None:
                 server.check()
@@ -410,11 +515,7 @@ def _claim(dataset: Dataset, wanted: RunSpec) -> RunSpec:
     """The run the directory holds, if it is this request; else `wanted`, once the directory is known to be free."""
     owner = dataset.run_spec()
     if owner is not None and not owner.same_request(wanted):
-        if not _holds_nothing(dataset):
-            raise OutputError(
-                f"{dataset.path} holds run {owner.run}, made with other options ({_differences(owner, wanted)}); "
-                "give another directory, or repeat the command that made it"
-            )
+        _refuse_other_run(dataset, owner, wanted)
         with owned(dataset):
             shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
             (dataset.path / RUN_NAME).unlink()
@@ -426,6 +527,14 @@ def _claim(dataset: Dataset, wanted: RunSpec) -> RunSpec:
         dataset.prepare(wanted)
         return wanted
     return owner
+
+
+def _refuse_other_run(dataset: Dataset, owner: RunSpec, wanted: RunSpec) -> None:
+    if not _holds_nothing(dataset):
+        raise OutputError(
+            f"{dataset.path} holds run {owner.run}, made with other options ({_differences(owner, wanted)}); "
+            "give another directory, repeat the command that made it, or bring it up to date with --incremental"
+        )
 
 
 def _holds_nothing(dataset: Dataset) -> bool:
@@ -447,14 +556,3 @@ def _differences(owner: RunSpec, wanted: RunSpec) -> str:
         at = found.index("encoding")
         found[at : at + 1] = [name for name in mine["encoding"] if mine["encoding"][name] != theirs["encoding"][name]]
     return ", ".join({"model_fingerprint": "model"}.get(name, name) for name in found)
-
-
-@contextmanager
-def owned(dataset: Dataset) -> Iterator[None]:
-    """Keep a second `embedq run` out of the directory."""
-    with (dataset.path / RUN_NAME).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunConflictError(f"another embedq run is writing into {dataset.path}") from None
-        yield

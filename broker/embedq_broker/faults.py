@@ -55,6 +55,18 @@ POINTS = (
     "finish.marked",
     "finish.done",
     "keep.renew",
+    # Rows of known texts, in the process of `embedq run`.
+    "copy.begun",
+    "copy.staged",
+    "copy.committed",
+    "copy.published",
+    # A new generation takes the place of a dataset.
+    "switch.begun",
+    "switch.renamed",
+    "switch.noted",
+    "switch.listed",
+    "switch.moved",
+    "switch.done",
     # A finished dataset's compaction.
     "compact.staged",
     "compact.renamed",

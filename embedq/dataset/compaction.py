@@ -11,8 +11,6 @@ first and the last of these steps.
 from __future__ import annotations
 
 import json
-import os
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +28,10 @@ from embedq_worker.sinks.files import fsync_directory, storage_errors, write_dur
 from embedq_worker.sinks.parquet import stage
 from numpy.typing import NDArray
 
-from embedq.dataset.reader import SUPERSEDED_NAME, DatasetReader, facts_in, open_dataset
-from embedq.run import owned
+from embedq.dataset.reader import DatasetReader, facts_in, open_dataset
+from embedq.dataset.superseded import tidy
+from embedq.directory import owned
+from embedq.generation import finish_switch
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ def compact_dataset(path: str | Path, *, file_bytes: int, grace_s: float) -> Com
     if dataset.run_spec() is None:
         raise RunNotFoundError(f"{path} holds no run")
     with _alone(dataset):
+        finish_switch(dataset)
         if not dataset.success.exists():
             raise RunIncompleteError(f"{path} is not complete; its run comes first")
         reader = open_dataset(dataset.path)
-        _tidy(dataset, reader.files, grace_s)
+        tidy(dataset, reader.files, grace_s)
         chosen = _chosen(reader, file_bytes) if reader.files else []
         fresh = _merge(dataset, replace(reader, files=tuple(chosen)), file_bytes) if chosen else []
         dropped = sum(file.rows for file in chosen) - sum(file.rows for file in fresh)
@@ -73,7 +74,7 @@ def compact_dataset(path: str | Path, *, file_bytes: int, grace_s: float) -> Com
         if dropped or len(fresh) < len(chosen):
             files = [file for file in reader.files if file not in chosen] + fresh
             _swap(dataset, reader, fresh, files)
-        waiting = _tidy(dataset, files, grace_s)
+        waiting = tidy(dataset, files, grace_s)
         fault_point("compact.moved")
         return Compaction(len(reader.files), len(files), reader.rows - sum(file.rows for file in files), waiting)
 
@@ -201,31 +202,3 @@ def _swap(
         fault_point("compact.noted")
         write_durably(dataset.path / MANIFEST_NAME, b"".join(file.encode() + b"\n" for file in files))
         fault_point("compact.listed")
-
-
-def _tidy(dataset: Dataset, files: Sequence[PublishedFile], grace_s: float) -> int:
-    """Put away what is in no manifest, and remove what has waited long enough. Returns how many files still wait."""
-    listed = {file.name for file in files}
-    superseded = dataset.path / SUPERSEDED_NAME
-    with storage_errors(f"compact {dataset.path}"):
-        for leftover in (*dataset.staging.glob("*.tmp"), *dataset.path.glob("._*.tmp")):
-            # The run is over and we are alone: a compaction that was killed left it.
-            leftover.unlink(missing_ok=True)
-        for part in dataset.path.glob("part-*.parquet"):
-            if part.name not in listed:
-                superseded.mkdir(exist_ok=True)
-                # The time from which it waits.
-                os.utime(part)
-                part.rename(superseded / f"{part.name}.old")
-        if not superseded.is_dir():
-            return 0
-        waiting = 0
-        for part in superseded.iterdir():
-            if time.time() - part.stat().st_mtime >= grace_s:
-                part.unlink()
-            else:
-                waiting += 1
-        if not waiting:
-            superseded.rmdir()
-        fsync_directory(dataset.path)
-    return waiting

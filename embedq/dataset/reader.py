@@ -279,8 +279,10 @@ def _check_files(reader: DatasetReader) -> None:
         if size != file.size_bytes:
             raise OutputError(f"{path} holds {size} bytes, its manifest says {file.size_bytes}")
     succeeded = reader.summary.get("succeeded")
-    # A compaction writes down what it will drop before it drops it.
-    if reader.complete and reader.rows not in (succeeded, succeeded - reader.summary.get("superseded", 0)):
+    if not reader.complete:
+        return
+    # What a compaction will drop, and how many rows a new generation replaces, is written down before it happens.
+    if reader.rows not in (succeeded, succeeded - reader.summary.get("superseded", 0), reader.summary.get("replaces")):
         raise OutputError(f"{reader.path} holds {reader.rows} rows, its run had {succeeded}")
 
 

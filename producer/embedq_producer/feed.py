@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 from embedq_broker.registry import Enqueued, EnqueueOutcome, Registry
 from embedq_broker.settings import BrokerSettings
@@ -21,6 +22,7 @@ from embedq_producer.corpus import Corpus, open_corpus
 from embedq_producer.ordinals import NOTHING_DONE, OrdinalSet
 from embedq_producer.position import START, Position
 from embedq_producer.reader import read_corpus
+from embedq_producer.repeats import HeldBack, LostCommitError, Repeats, Vectors
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ def feed(
     *,
     skip_duplicate_ids: bool = True,
     done: OrdinalSet = NOTHING_DONE,
+    vectors: Vectors | None = None,
     stopping: Callable[[], bool] = lambda: False,
     on_full: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -62,6 +65,7 @@ def feed(
         corpus: what to send; a path is `open_corpus` of it.
         skip_duplicate_ids: a document whose id occurred before is counted as skipped; False makes it an error row.
         done: ordinals whose outcome the registry counts already; they are counted in and not sent.
+        vectors: supplies documents whose text is known, which then are not sent. None: every document is sent.
         stopping: asked before each job; True returns early, with the input still open.
         on_full: told once, with a sentence, if the queue stays full for some seconds.
 
@@ -71,9 +75,11 @@ def feed(
         Stopped: the run takes no more input.
         RunNotFoundError: the registry lost the run.
     """
-    on_full = _once(on_full)
     if isinstance(corpus, Path):
         corpus = open_corpus([corpus])
+    feeder = _Feeder(
+        registry, spec, corpus, options, settings, skip_duplicate_ids, done, vectors, stopping, _once(on_full)
+    )
     while True:
         state = registry.state(spec.run)
         if state.input_closed:
@@ -81,114 +87,150 @@ def feed(
         if state.status not in (RunStatus.VALIDATING, RunStatus.IN_PROGRESS):
             raise Stopped(state.status)
         try:
-            _feed_from(
-                registry,
-                spec,
-                corpus,
-                options,
-                settings,
-                state.position or "",
-                skip_duplicate_ids,
-                done,
-                stopping,
-                on_full,
-            )
-        except _RolledBackError:
+            feeder.feed_from(state.position or "")
+        except (_RolledBackError, LostCommitError):
             # A server that lost the end of its history lost these jobs and this position together: they go out again.
-            log.warning("the server of run %s lost acknowledged jobs; they are sent again", spec.run)
+            log.warning("the server of run %s lost acknowledged work; it is sent again", spec.run)
             continue
         return
 
 
-def _feed_from(
-    registry: Registry,
-    spec: RunSpec,
-    corpus: Corpus,
-    options: ReadOptions,
-    settings: BrokerSettings,
-    recorded: str,
-    skip_duplicate_ids: bool,
-    done: OrdinalSet,
-    stopping: Callable[[], bool],
-    on_full: Callable[[str], None],
-) -> None:
-    for block in read_corpus(corpus, options=options, start=_position(recorded)):
-        if stopping():
-            return
-        if skip_duplicate_ids:
-            block = _skip_duplicates(block)
-        recorded = _send(registry, spec, block, recorded, settings, done, stopping, on_full)
-        if not recorded:
-            return
-    _check(
-        spec,
-        registry.enqueue(
-            spec, expected=recorded, position=recorded, max_backlog_bytes=settings.max_backlog_bytes, close=True
-        ),
-        recorded,
-    )
+@dataclass(frozen=True)
+class _Feeder:
+    """One producer of one run."""
+
+    registry: Registry
+    spec: RunSpec
+    corpus: Corpus
+    options: ReadOptions
+    settings: BrokerSettings
+    skip_duplicate_ids: bool
+    done: OrdinalSet
+    vectors: Vectors | None
+    stopping: Callable[[], bool]
+    on_full: Callable[[str], None]
+
+    def feed_from(self, recorded: str) -> None:
+        """Send what the corpus holds behind the recorded position; close the input, unless asked to stop."""
+        start = _position(recorded)
+        repeats = self.vectors.begin() if self.vectors is not None else None
+        if repeats is not None and recorded:
+            self._pass_by(repeats, start)
+        if start.file < len(self.corpus.files):
+            for block in read_corpus(self.corpus, options=self.options, start=start):
+                if self.stopping():
+                    return
+                if self.skip_duplicate_ids:
+                    block = _skip_duplicates(block)
+                recorded = self._send(block, recorded, repeats)
+                if not recorded:
+                    return
+        if repeats is not None:
+            held = repeats.close()
+            if repeats.count and not (recorded := self._settle(held, recorded)):
+                return
+        self._move(recorded, recorded, close=True)
+
+    def _pass_by(self, repeats: Repeats, start: Position) -> None:
+        """Show `repeats` the documents before `start`, which were sent or held back by an earlier producer."""
+        for block in read_corpus(self.corpus, options=self.options):
+            before = int(np.searchsorted(block.documents.column("ordinal").to_numpy(), start.ordinal))
+            repeats.first_time(block.documents.slice(0, before))
+            if block.end.ordinal >= start.ordinal:
+                return
+
+    def _settle(self, held: HeldBack, recorded: str) -> str:
+        """See to it that the documents held back get their outcome. Returns the new position, '' if asked to stop.
+
+        Positions behind the whole corpus: `offset` counts the files of known vectors that were committed, `line` is the
+        ordinal before which everything has been sent that only seemed to be known.
+        """
+        assert self.vectors is not None
+        end = _position(recorded)
+        here = replace(end, file=len(self.corpus.files), offset=0, line=0)
+        if end.file == here.file:
+            here = end
+            held.settle_before(here.line)
+        for _ in self.vectors.supply(held, self.stopping):
+            here = replace(here, offset=here.offset + 1)
+            recorded = self._move(recorded, here.to_json())
+        if self.stopping():
+            return ""
+        left = held.ordinals_waiting()
+        if not left:
+            return recorded
+        for block in read_corpus(self.corpus, options=self.options):
+            wanted = left.contains(block.documents.column("ordinal").to_numpy())
+            if wanted.any():
+                here = replace(here, line=block.end.ordinal)
+                block = replace(
+                    block, documents=block.documents.filter(pa.array(wanted)), rejects=(), duplicates=0, end=here
+                )
+                recorded = self._send(block, recorded, None)
+                if not recorded:
+                    return ""
+        return recorded
+
+    def _move(self, recorded: str, to: str, *, close: bool = False) -> str:
+        limit = self.settings.max_backlog_bytes
+        sent = self.registry.enqueue(self.spec, expected=recorded, position=to, max_backlog_bytes=limit, close=close)
+        _check(self.spec, sent, recorded)
+        return to
+
+    def _send(self, block: CorpusBlock, expected: str, repeats: Repeats | None) -> str:
+        """Send one block, waiting while the queue is full. Returns the new position, '' if asked to stop."""
+        position = block.end.to_json()
+        dead = [
+            DeadLetter(
+                id=r.id,
+                ordinal=r.ordinal,
+                line=r.line,
+                file=None if r.file is None else clip(r.file),
+                stage=Stage.PRODUCE,
+                code=r.code,
+                message=clip(r.message),
+            )
+            for r in block.rejects
+            if r.ordinal not in self.done
+        ]
+        batch = block.documents
+        done = self.done.contains(batch.column("ordinal").to_numpy())
+        first_time = repeats.first_time(batch) if repeats is not None else ~done
+        batch = batch.filter(pa.array(first_time & ~done))
+        documents = batch.num_rows
+        settled = int(done.sum()) + len(block.rejects) - len(dead)
+        payload = encode_job(batch) if documents else b""
+        wait_s = _FIRST_WAIT_S
+        full_since = time.monotonic()
+        while True:
+            sent = self.registry.enqueue(
+                self.spec,
+                expected=expected,
+                position=position,
+                max_backlog_bytes=self.settings.max_backlog_bytes,
+                documents=documents,
+                payload=payload,
+                skipped=block.duplicates,
+                settled=settled,
+                dead=dead,
+            )
+            if sent.outcome is not EnqueueOutcome.FULL:
+                _check(self.spec, sent, expected)
+                return position
+            if self.stopping():
+                return ""
+            if time.monotonic() - full_since > _LONG_WAIT_S:
+                self.on_full(
+                    f"the queue is full ({_fullness(sent.detail)}); waiting until workers have taken some of it"
+                )
+            time.sleep(wait_s)
+            wait_s = min(wait_s * 2, _MOST_WAIT_S)
 
 
 def _skip_duplicates(block: CorpusBlock) -> CorpusBlock:
     kept = tuple(reject for reject in block.rejects if reject.code is not DocumentErrorCode.DUPLICATE_ID)
     skipped = len(block.rejects) - len(kept)
     return replace(block, rejects=kept, duplicates=block.duplicates + skipped) if skipped else block
-
-
-def _send(
-    registry: Registry,
-    spec: RunSpec,
-    block: CorpusBlock,
-    expected: str,
-    settings: BrokerSettings,
-    done: OrdinalSet,
-    stopping: Callable[[], bool],
-    on_full: Callable[[str], None],
-) -> str:
-    """Send one block, waiting while the queue is full. Returns the new position, '' if asked to stop."""
-    position = block.end.to_json()
-    dead = [
-        DeadLetter(
-            id=r.id,
-            ordinal=r.ordinal,
-            line=r.line,
-            file=None if r.file is None else clip(r.file),
-            stage=Stage.PRODUCE,
-            code=r.code,
-            message=clip(r.message),
-        )
-        for r in block.rejects
-        if r.ordinal not in done
-    ]
-    batch = block.documents
-    if done and batch.num_rows:
-        batch = batch.filter(pa.array(~done.contains(batch.column("ordinal").to_numpy())))
-    documents = batch.num_rows
-    settled = block.documents.num_rows - documents + len(block.rejects) - len(dead)
-    payload = encode_job(batch) if documents else b""
-    wait_s = _FIRST_WAIT_S
-    full_since = time.monotonic()
-    while True:
-        sent = registry.enqueue(
-            spec,
-            expected=expected,
-            position=position,
-            max_backlog_bytes=settings.max_backlog_bytes,
-            documents=documents,
-            payload=payload,
-            skipped=block.duplicates,
-            settled=settled,
-            dead=dead,
-        )
-        if sent.outcome is not EnqueueOutcome.FULL:
-            _check(spec, sent, expected)
-            return position
-        if stopping():
-            return ""
-        if time.monotonic() - full_since > _LONG_WAIT_S:
-            on_full(f"the queue is full ({_fullness(sent.detail)}); waiting until workers have taken some of it")
-        time.sleep(wait_s)
-        wait_s = min(wait_s * 2, _MOST_WAIT_S)
 
 
 def _position(recorded: str) -> Position:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from embedq_schemas.errors import CodecError, UnsupportedVersionError
 from embedq_schemas.names import SCHEMA_VERSION
@@ -34,6 +34,8 @@ class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens: Annotated[int, Meta(ge=0)]  # token count of its documents, after truncation
     #: Inclusive ranges of the rows' ordinals, flattened: first, last, first, last, ...
     ordinals: tuple[_Ordinal, ...]
+    #: The model saw none of its rows: each has the vector of another row of the same text.
+    copied: bool | UnsetType = UNSET
     v: int = SCHEMA_VERSION
 
     @property

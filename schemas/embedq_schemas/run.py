@@ -174,7 +174,7 @@ class RunCounters:
     succeeded: int = 0  # rows committed
     failed: int = 0  # dead letters
     skipped: int = 0  # not computed on purpose: duplicates made from content ids, documents of a cancelled run
-    tokens: int = 0  # tokens of succeeded documents, after truncation
+    tokens: int = 0  # tokens the model was given for succeeded documents, after truncation
 
     @property
     def settled(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from embedq_broker.faults import POINTS
 from pipeline import EMBEDQ, Pipeline
 
-WORKER_POINTS = [point for point in POINTS if not point.startswith(("produce.", "compact."))]
+WORKER_POINTS = [point for point in POINTS if not point.startswith(("produce.", "copy.", "switch.", "compact."))]
 PRODUCER_POINTS = [point for point in POINTS if point.startswith("produce.")]
 KINDS = ("valkey", "redis")
 # Two texts are too long, one line is no JSON.

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from embedq.dataset import DatasetReader, open_dataset
 from embedq.dataset.compaction import Compaction, compact_dataset
-from embedq.run import owned
+from embedq.directory import owned
 
 FILE_BYTES = 1 << 16
 STEPS = [point for point in POINTS if point.startswith(("stage.", "compact."))]

@@ -103,6 +103,7 @@ def _complete(client: redis.Redis, keys: Keys, registry: Registry, dataset: Data
                 "failed": counters.failed,
                 "skipped": counters.skipped,
                 "tokens": counters.tokens,
+                "copied": sum(file.rows for file in files if file.copied),
                 "files": len(files),
                 "finished_at": time.time(),
             }
