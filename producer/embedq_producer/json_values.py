@@ -40,13 +40,16 @@ def json_column(raws: Sequence[msgspec.Raw], kind: pa.DataType) -> tuple[pa.Arra
     return pa.array(kept, kind), unfit
 
 
-def infer_type(raws: Sequence[msgspec.Raw]) -> pa.DataType:
-    """int64, double, bool, string, or a list of one of them, where all values are that; else string, as JSON source."""
+def infer_type(raws: Sequence[msgspec.Raw]) -> pa.DataType | None:
+    """int64, double, bool, string, or a list of one of them, where all values are that; else string, as JSON source.
+
+    None where there is no value.
+    """
     try:
         values = [_decode_any(raw) for raw in raws if bytes(raw) != _NULL]
     except (msgspec.DecodeError, RecursionError):
         return METADATA_TYPE
-    return _infer(values) or METADATA_TYPE
+    return _infer(values) or METADATA_TYPE if values else None
 
 
 def _infer(values: Sequence[Any]) -> pa.DataType | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +37,8 @@ from .position import START, Position
 from .streams import ByteStream
 from .tables import broken_off, open_table, read_table
 
+_SAMPLE_BLOCKS = 16
+"""Blocks in which the first value of a JSON field is looked for."""
 _DELIMITERS = {Format.CSV: ",", Format.TSV: "\t"}
 
 
@@ -63,9 +66,9 @@ def read_corpus(corpus: Corpus, *, options: ReadOptions, start: Position = START
 def metadata_types(corpus: Corpus, options: ReadOptions) -> tuple[pa.DataType, ...]:
     """The type of each metadata column, from the first file with documents: its schema's, or what its first values are.
 
-    JSON: int64, double, bool, string, or lists of these, where all values of the first block are that; else text.
-    CSV: text. Depends on the corpus and on the fields' names alone. Raises InputError where a table lacks a column that
-    was asked for, or the file cannot be read.
+    JSON: int64, double, bool, string, or lists of these, where all values of the first block that has any are that;
+    else text, as where the first blocks have none. CSV: text. Depends on the corpus and on the fields' names alone.
+    Raises InputError where a table lacks a column that was asked for, or the file cannot be read.
     """
     sample = ReadOptions(id_field=options.id_field, text_field=options.text_field, template=options.template,
                          metadata=options.metadata, max_line_bytes=options.max_line_bytes)  # fmt: skip
@@ -104,11 +107,22 @@ def _types_in(file: SourceFile, options: ReadOptions) -> tuple[pa.DataType, ...]
             return (METADATA_TYPE,) * len(options.metadata) if header.header else None
         if not options.metadata:
             return ()
-        parser = DocumentParser(options)
-        for block in _line_blocks(stream, kind, parser, options, START, file.name, None):
-            if block.rows:
-                return tuple(infer_type([getattr(row, name) for row in block.rows]) for name in parser.attributes)
-    return None
+        return _json_types(stream, kind, options, file.name)
+
+
+def _json_types(stream: ByteStream, kind: Format, options: ReadOptions, name: str) -> tuple[pa.DataType, ...] | None:
+    parser = DocumentParser(options)
+    found: dict[str, pa.DataType] = {}
+    documents = 0
+    for block in islice(_line_blocks(stream, kind, parser, options, START, name, None), _SAMPLE_BLOCKS):
+        documents += len(block.rows)
+        for field in parser.attributes:
+            inferred = None if field in found else infer_type([getattr(row, field) for row in block.rows])
+            if inferred is not None:
+                found[field] = inferred
+        if len(found) == len(parser.attributes):
+            break
+    return tuple(found.get(field, METADATA_TYPE) for field in parser.attributes) if documents else None
 
 
 def _read_past(pieces: Iterator[Piece], start: Position, ids: IdSet, name: str) -> None:

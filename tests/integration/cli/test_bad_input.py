@@ -72,7 +72,7 @@ def test_every_kind_of_bad_line_is_an_error_row_and_every_good_one_a_vector(
     assert found["escaped-nul"]["text"] == "a\0b"
     assert found["pair"]["text"] == "😀"
     assert found["twice"]["text"] == "first"
-    assert found["keys"]["key99999"] == "99999"
+    assert found["keys"]["key99999"] == 99999
     assert found["huge"]["truncated"]
     assert found["huge"]["n_tokens"] > HUGE / 10
     assert not found["empty"]["truncated"]

@@ -291,6 +291,14 @@ def test_json_values_keep_their_types_and_one_that_does_not_fit_is_an_error_row(
     assert "'n' is of type int64 in this run, found" in block.rejects[0].message
 
 
+def test_a_sparse_field_has_the_type_of_its_first_values(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    lines = [b'{"id":"%d","text":"x"}\n' % i for i in range(5000)]
+    lines[3000] = b'{"id":"3000","text":"x","n":1}\n'
+    path.write_bytes(b"".join(lines))
+    assert metadata_types(open_corpus([path]), ReadOptions(metadata=("n", "m"))) == (pa.int64(), pa.string())
+
+
 def test_columns_keep_the_types_a_dataset_can_have_and_others_become_text(tmp_path: Path) -> None:
     from datetime import UTC, date, datetime
     from decimal import Decimal
