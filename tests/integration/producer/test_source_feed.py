@@ -80,7 +80,7 @@ def sent(client: redis.Redis) -> list[tuple[int, str, str]]:
     return [(row["ordinal"], row["id"], row["text"]) for job in jobs for row in job.to_pylist()]
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "json", "csv.zst", "parquet", "arrow stream.gz", "directory"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "csv.zst", "parquet", "arrow stream.gz", "directory"])
 def test_each_document_is_sent_once_though_the_producer_is_killed_half_way(
     kind: str, registry: Registry, redis_url: str, redis_client: redis.Redis, tmp_path: Path
 ) -> None:
