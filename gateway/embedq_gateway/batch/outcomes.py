@@ -35,7 +35,7 @@ class Outcomes:
         """Put a batch's rows in their places; raises CodecError if they have none."""
         ordinals = batch.table.column("ordinal").to_numpy()
         documents, components = self.vectors.shape
-        if batch.dimension != components or (
+        if (batch.dimension, batch.vectors.dtype) != (components, np.float32) or (
             len(ordinals) and not 0 <= int(ordinals.min()) <= int(ordinals.max()) < documents
         ):
             raise CodecError(f"{len(ordinals)} results do not fit a run of {documents} documents, {components} wide")

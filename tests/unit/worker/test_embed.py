@@ -12,6 +12,7 @@ from embedq_schemas.dead_letter import Stage
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import DocumentErrorCode, EngineError
 from embedq_schemas.names import Lane
+from embedq_schemas.quantize import VectorType
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
 from embedq_worker.embed import Embedded, Embedding
 from embedq_worker.engine.base import Engine, PackedBatch
@@ -161,10 +162,12 @@ def run(
     *,
     dimensions: int | None = None,
     normalize: bool = True,
+    vector_type: VectorType = VectorType.FLOAT32,
 ) -> Embedded:
     shares = shares or (Share("r", batch.num_documents),)
     entry = Entry("s", Lane.BULK, "1-1", 1, "arrow", shares, b"", None)
-    return Embedding(engine, entry, batch, EncodingOptions(dimensions=dimensions), normalize).outcome()
+    encoding = EncodingOptions(dimensions=dimensions, vector_type=vector_type)
+    return Embedding(engine, entry, batch, encoding, normalize).outcome()
 
 
 def found(embedded: Embedded) -> dict[str, dict[str, list[float]]]:
@@ -267,3 +270,17 @@ def test_dimensions_that_the_model_cannot_give_are_the_runs_fault(engine: type[S
 def test_only_vectors_that_should_be_of_norm_one_are_held_to_it() -> None:
     embedded = run(SumEngine(), tokens(*TEXTS), normalize=False)
     assert found(embedded)["r"]["d0"] == [7.0, 2.0, 3.0, 1.0]
+
+
+@pytest.mark.parametrize("vector_type", [VectorType.FLOAT16, VectorType.FLOAT32])
+def test_a_vector_beyond_float16_is_a_dead_letter_where_float16_is_asked_for(vector_type: VectorType) -> None:
+    texts = [[1], [70_000], [65_503]]
+    (part,) = run(SumEngine(), tokens(*texts), normalize=False, vector_type=vector_type).parts
+    assert part.vectors is not None
+    if vector_type is VectorType.FLOAT32:
+        assert (part.vectors.num_documents, part.dead) == (3, ())
+        return
+    (letter,) = part.dead
+    assert (letter.id, letter.code) == ("d1", DocumentErrorCode.NOT_FINITE)
+    assert letter.message.endswith("or is beyond float16")
+    assert part.vectors.quantized(vector_type).vectors[:, 0].tolist() == [2.0, 65_504.0]
