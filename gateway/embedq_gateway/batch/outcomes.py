@@ -35,9 +35,8 @@ class Outcomes:
         """Put a batch's rows in their places; raises CodecError if they have none."""
         ordinals = batch.table.column("ordinal").to_numpy()
         documents, components = self.vectors.shape
-        if (batch.dimension, batch.vectors.dtype) != (components, np.float32) or (
-            len(ordinals) and not 0 <= int(ordinals.min()) <= int(ordinals.max()) < documents
-        ):
+        inside = not len(ordinals) or 0 <= int(ordinals.min()) <= int(ordinals.max()) < documents
+        if not inside or batch.dimension != components or batch.vectors.dtype != np.float32:
             raise CodecError(f"{len(ordinals)} results do not fit a run of {documents} documents, {components} wide")
         tokens = batch.table.column("n_tokens").to_numpy()
         self.vectors[ordinals] = batch.vectors
