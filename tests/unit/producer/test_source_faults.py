@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from embedq_producer.blocks import CorpusBlock, ReadOptions
-from embedq_producer.corpus import open_corpus
+from embedq_producer.corpus import corpus_of_stream, open_corpus
 from embedq_producer.formats import Format
 from embedq_producer.reader import metadata_types, read_corpus
 from embedq_schemas.errors import InputError, UsageError
@@ -417,6 +418,27 @@ def test_what_cannot_be_one_corpus_is_one_sentence(tmp_path: Path) -> None:
 def test_a_template_that_is_none_is_refused(source: str) -> None:
     with pytest.raises(UsageError, match="--template"):
         ReadOptions(template=source)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "csv.zst", "arrow stream", "arrow stream.gz"])
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(errno.EIO, "Input/output error"), TimeoutError(errno.ETIMEDOUT, "timed out")],
+    ids=["disk", "network"],
+)
+def test_a_read_that_fails_stops_the_run_and_costs_no_document(kind: str, failure: OSError, tmp_path: Path) -> None:
+    path = KINDS[kind](tmp_path, GOOD)
+    data = path.read_bytes()
+
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() >= len(data) // 2:
+                raise failure
+            return super().read(min(size or 0, 100))
+
+    corpus = corpus_of_stream(Failing(data), path.name)
+    with pytest.raises(InputError, match=r"cannot be read: (input/output error|timed out)\.$"):
+        list(read_corpus(corpus, options=ReadOptions()))
 
 
 def test_an_unreadable_table_alone_is_refused_at_once(tmp_path: Path) -> None:
