@@ -1,35 +1,17 @@
-"""Every option of every command, once. Command line flags, `EMBEDQ_*` variables and keys of `embedq.toml` are three
-doors to these fields; a flag wins over a variable, a variable over the file.
-"""
+"""The options of the commands that make and watch runs."""
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import os
-import re
-import sys
-import types
-import typing
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-import pyarrow as pa
 from embedq_broker.keys import check_queue_name
 from embedq_broker.metrics_server import serve_metrics
 from embedq_broker.settings import BrokerSettings
-from embedq_producer.blocks import ReadOptions
-from embedq_producer.corpus import Corpus, open_corpus
-from embedq_producer.formats import Format
-from embedq_producer.reader import metadata_types
-from embedq_producer.template import Template
 from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, TruncationSide
 from embedq_schemas.errors import UsageError
-from embedq_schemas.metadata_type import parse_metadata_type
 from embedq_schemas.names import Lane
 from embedq_schemas.quantize import VectorType, checked_ranges, encode_ranges
 from embedq_schemas.run import Durability
@@ -37,150 +19,10 @@ from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.settings import AttentionKind, Dtype, EngineKind, EngineSettings
 from embedq_worker.settings import WorkerSettings
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic import Field, field_validator
 
-ENV_PREFIX = "EMBEDQ_"
-TOML_FILE = "embedq.toml"
-# Names of types hold commas of their own: `timestamp[us, tz=UTC]`.
-_COMMA = re.compile(r",(?![^\[(<]*[\])>])")
-_OTHER_VARIABLES = ("EMBEDQ_FAULTS", "EMBEDQ_TEST_")
-"""Variables read elsewhere: by the fault points and by the tests."""
-
-
-class Options(BaseSettings):
-    """Base of every command's options."""
-
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, toml_file=TOML_FILE, extra="ignore", frozen=True, enable_decoding=False
-    )
-
-    #: Fields whose flag is not their name.
-    flags: ClassVar[dict[str, str]] = {
-        "redis_url": "--redis",
-        "output": "--output,-o",
-        "model": "--model,-m",
-        "output_roots": "--output-root",
-        "id_field": "--id",
-        "text_field": "--text",
-        "run": "--run",
-    }
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _split_lists(cls, value: Any, info: Any) -> Any:
-        """Lists come from variables as comma-separated text."""
-        annotation = cls.model_fields[info.field_name].annotation
-        if isinstance(value, str) and _is_tuple(annotation):
-            return [part.strip() for part in _COMMA.split(value) if part.strip()]
-        return value
-
-    @classmethod
-    def load(cls, given: dict[str, Any]) -> typing.Self:
-        """Options from what the command line gave, the environment and the file; raises UsageError.
-
-        None in `given`, or an empty list, means that the flag was not given.
-        """
-        _check_toml_keys()
-        _warn_of_unknown_variables()
-        # A list is comma-separated text through every door; a flag may be repeated besides.
-        texts = {name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()}
-        given = {name: text for name, text in texts.items() if text is not None and given[name] not in ([], ())}
-        try:
-            return cls(**given)
-        except ValidationError as error:
-            raise UsageError(cls._complaint(error, given)) from None
-        except ValueError as error:
-            # A file that is not TOML, or a variable that is not of its field's form.
-            raise UsageError(f"{TOML_FILE} or an {ENV_PREFIX}* variable cannot be read: {error}") from None
-
-    @classmethod
-    def _complaint(cls, error: ValidationError, given: dict[str, Any]) -> str:
-        """One sentence about the first wrong value, naming the door it came through."""
-        first, *others = error.errors(include_url=False)
-        name = str(first["loc"][0])
-        alternatives = [other["msg"] for other in others if other["loc"][:1] == first["loc"][:1]]
-        message = " or ".join(dict.fromkeys(map(_plainly, (first["msg"], *alternatives)))).replace(
-            " or must be ", " or "
-        )
-        if name in given:
-            door = cls.flag(name).partition(",")[0]
-        elif (variable := ENV_PREFIX + name.upper()) in os.environ:
-            door = variable
-        else:
-            door = f"{name} in {TOML_FILE}"
-        clause = message if message.startswith("must") else f"is refused: {message}"
-        return f"{door} {clause}, found {str(first.get('input'))[:80]!r}"
-
-    @classmethod
-    def flag(cls, name: str) -> str:
-        """The flag of a field, with its short form after a comma."""
-        return cls.flags.get(name, "--" + name.replace("_", "-"))
-
-
-def _plainly(message: str) -> str:
-    """pydantic's words as a clause about a flag."""
-    message = message.removeprefix("Value error, ").partition(", unable to")[0]
-    return message.replace("Input should be", "must be", 1).replace("String should", "must", 1)
-
-
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """Raise a value that a component's own model refuses as UsageError."""
-    try:
-        yield
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        where = f"{Options.flag(name).partition(',')[0]}: " if name else ""
-        raise UsageError(f"{where}{_plainly(first['msg'])}") from None
-
-
-def _is_tuple(annotation: Any) -> bool:
-    if isinstance(annotation, types.UnionType):
-        return any(_is_tuple(member) for member in typing.get_args(annotation))
-    return typing.get_origin(annotation) is tuple
-
-
-def _check_toml_keys() -> None:
-    """A misspelt key must not be silently without effect."""
-    import tomllib
-
-    try:
-        with open(TOML_FILE, "rb") as file:
-            content = tomllib.load(file)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{TOML_FILE} cannot be read: {error}") from None
-    if tables := [name for name, value in content.items() if isinstance(value, dict)]:
-        raise UsageError(f"{TOML_FILE} has a table [{tables[0]}]; keys stand at the top, for every command alike")
-    known = {name for command in ALL_OPTIONS for name in command.model_fields}
-    if unknown := sorted(set(content) - known):
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{TOML_FILE} has a key that no command knows: {', '.join(unknown)}{hint}")
-
-
-def _warn_of_unknown_variables() -> None:
-    """A misspelt variable must not be silently without effect; but others may use the prefix, so it is no error."""
-    known = {ENV_PREFIX + name.upper() for command in ALL_OPTIONS for name in command.model_fields}
-    for name in sorted(os.environ):
-        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(_OTHER_VARIABLES):
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            print(f"note: {name} is no variable of embedq{hint}", file=sys.stderr)
+from embedq.corpus_options import CorpusOptions
+from embedq.option_base import Options, register, usage_errors
 
 
 class ConnectOptions(Options):
@@ -193,99 +35,6 @@ class ConnectOptions(Options):
     @classmethod
     def _queue_name(cls, name: str) -> str:
         return check_queue_name(name)
-
-
-def _inherit(options: type[Options], base: type[Any], names: tuple[str, ...]) -> None:
-    """Describe fields of `options` as the component's own settings model does, so that each text stands once."""
-    for name in names:
-        source = base.model_fields[name]
-        options.model_fields[name].description = source.description
-
-
-class CorpusOptions(Options):
-    """How the corpus is read."""
-
-    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "files"] = Field(
-        "auto",
-        description="What the sources hold. auto: as each file's name and first bytes say; text: a document a line; "
-        "files: a document a file.",
-    )
-    id_field: str = Field(
-        "id", description="Field that holds a document's id; documents without one get an id made from their text."
-    )
-    text_field: str = Field("text", description="Field that holds a document's text; a dot leads into an object.")
-    template: str | None = Field(
-        None,
-        max_length=65536,
-        description="Text made of several fields, instead of --text: '{title} {body}'. A missing field is empty.",
-    )
-    metadata: tuple[str, ...] = Field(
-        (),
-        description="Field to keep as a column of the output, in its own type or in the one named after a colon "
-        "(score:double); may be given several times.",
-    )
-    strict: bool = Field(
-        False, description="Stop at the first bad line instead of writing it to the errors and going on."
-    )
-    on_duplicate_id: Literal["skip", "error"] = Field(
-        "skip",
-        description="A document whose id occurred before in the corpus: skip counts it as skipped, "
-        "error makes it an error row. The first one always counts.",
-    )
-    job_documents: int = Field(1024, ge=1, le=65536, description="Most documents in one job.")
-    job_bytes: int = Field(1 << 20, ge=1024, le=256 << 20, description="Most bytes of input in one job.")
-    max_line_bytes: int = Field(
-        64 << 20, ge=1024, le=1 << 30, description="Longest line read, in bytes; a longer one becomes an error row."
-    )
-
-    @field_validator("template")
-    @classmethod
-    def _template(cls, source: str | None) -> str | None:
-        if source is not None:
-            try:
-                Template.parse(source)
-            except UsageError as error:
-                raise ValueError(str(error)) from None
-        return source
-
-    def open_corpus(self, sources: Sequence[str | Path]) -> Corpus:
-        """The files that `sources` name; raises InputError, UsageError."""
-        return open_corpus(sources, None if self.format == "auto" else Format(self.format))
-
-    def read_options(self, corpus: Corpus) -> ReadOptions:
-        """For the reader of `corpus`, whose first documents say what types metadata have; raises InputError."""
-        columns = [_named_type(column) for column in self.metadata]
-        options = ReadOptions(
-            id_field=self.id_field,
-            text_field=self.text_field,
-            template=self.template,
-            metadata=tuple(name for name, _ in columns),
-            block_bytes=self.job_bytes,
-            block_documents=self.job_documents,
-            max_line_bytes=self.max_line_bytes,
-            strict=self.strict,
-        )
-        found = metadata_types(corpus, options)
-        types = tuple(given or own for (_, given), own in zip(columns, found, strict=True))
-        return replace(options, metadata_types=types)
-
-    def corpus_identity(self, corpus: Corpus) -> str:
-        """What a run resumes with: the content, and how it is read."""
-        identity = f"{corpus.identity}:{self.id_field}:{self.text_field}"
-        if self.template is not None:
-            identity += ":" + hashlib.sha256(self.template.encode()).hexdigest()[:16]
-        return identity if self.format == "auto" else f"{identity}:{self.format}"
-
-
-def _named_type(column: str) -> tuple[str, pa.DataType | None]:
-    """`name:type` in its parts; a colon that no type follows belongs to the name."""
-    name, colon, kind = column.rpartition(":")
-    if colon:
-        try:
-            return name, parse_metadata_type(kind)
-        except ValueError:
-            pass
-    return column, None
 
 
 class EncodingFlags(Options):
@@ -581,23 +330,6 @@ class RetryOptions(Options):
 
 class CancelOptions(ConnectOptions):
     """Options of `embedq cancel`."""
-
-
-ALL_OPTIONS: list[type[Options]] = []
-"""The options of every command: keys of `embedq.toml` and variables that none of them has are misspelt."""
-
-
-def register(*commands: type[Options]) -> None:
-    """Make commands' options known. Fields without a description get that of the component they belong to."""
-    for options in commands:
-        ALL_OPTIONS.append(options)
-        for base in (BrokerSettings, WorkerSettings):
-            bare = [name for name, field in options.model_fields.items() if not field.description]
-            _inherit(options, base, tuple(name for name in bare if name in base.model_fields))
-        for name, source in EngineSettings.model_fields.items():
-            target = "engine" if name == "kind" else name
-            if target in options.model_fields and not options.model_fields[target].description:
-                options.model_fields[target].description = source.description
 
 
 register(

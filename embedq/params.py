@@ -11,7 +11,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from embedq.options import ENV_PREFIX, Options, _is_tuple
+from embedq.option_base import ENV_PREFIX, Options, is_tuple
 
 
 def with_options(options: type[Options]) -> Callable[[Callable[..., int]], Callable[..., None]]:
@@ -48,7 +48,7 @@ def _parameter(options: type[Options], name: str) -> inspect.Parameter:
     if _is_flag(field):
         kind, metavar = bool | None, None
         flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
-    elif _is_tuple(field.annotation):
+    elif is_tuple(field.annotation):
         kind, metavar = list[str] | None, _metavar(field.annotation) + ",..."
     else:
         # Text here, whatever the field's type: pydantic reads it, as it reads the variable and the file.

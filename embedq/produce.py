@@ -20,7 +20,8 @@ from embedq_schemas.errors import OutputError, RunConflictError, RunIncompleteEr
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus, StreamSink
 from embedq_worker.sinks.dataset import Dataset
 
-from embedq.options import ProduceOptions, check_vector_type, usage_errors
+from embedq.option_base import usage_errors
+from embedq.options import ProduceOptions, check_vector_type
 from embedq.run import exit_status, left_out, metadata_type_names
 
 _FIRST_WORD_S = 3.0

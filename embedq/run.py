@@ -55,7 +55,8 @@ from embedq.directory import finished_state, owned
 from embedq.estimate import Estimate, estimate, measured_speed
 from embedq.generation import Generation, finish_switch, require_same_vectors
 from embedq.known import KnownVectors
-from embedq.options import RunOptions, check_vector_type, usage_errors
+from embedq.option_base import usage_errors
+from embedq.options import RunOptions, check_vector_type
 from embedq.recover import reconcile, release_the_dead
 
 EXIT_FAILED_DOCUMENTS = 3

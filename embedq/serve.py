@@ -17,7 +17,8 @@ from embedq_schemas.errors import EmbedqError, UsageError
 from embedq_worker.supervisor import Supervisor, plan_slots
 from pydantic import Field
 
-from embedq.options import _BrokerFields, _WorkerFields, register, usage_errors
+from embedq.option_base import register, usage_errors
+from embedq.options import _BrokerFields, _WorkerFields
 
 _POLL_S = 0.1
 _STATE_NAME = "redis"

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from embedq.options import Options, _EngineFields, register
+from embedq.option_base import Options, register
+from embedq.options import _EngineFields
 
 Target = Literal["npy", "faiss", "lance", "jsonl", "pgvector", "qdrant"]
 

@@ -8,7 +8,8 @@ import typer.main
 import yaml
 
 from embedq.cli import app
-from embedq.options import ENV_PREFIX, Options, ProduceOptions, WorkerOptions
+from embedq.option_base import ENV_PREFIX, Options
+from embedq.options import ProduceOptions, WorkerOptions
 from embedq.serve import ServeOptions
 
 COMPOSE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text())

@@ -15,14 +15,13 @@ from pydantic.fields import FieldInfo
 
 from embedq.cli import app
 from embedq.dataset.options import CompactOptions, ExportOptions, InspectOptions, SearchOptions
+from embedq.option_base import ALL_OPTIONS, Options
 from embedq.options import (
-    ALL_OPTIONS,
     BenchOptions,
     CancelOptions,
     DoctorOptions,
     ErrorsOptions,
     ModelOptions,
-    Options,
     ProduceOptions,
     ResultsOptions,
     RetryOptions,
