@@ -56,11 +56,10 @@ def bury(client: redis.Redis, keys: Keys, consumer: str) -> None:
     client.hdel(keys.workers, consumer)
 
 
-def wanted_batch_tokens(client: redis.Redis, keys: Keys, *, fresh_s: float) -> int | None:
-    """The smallest `max_batch_tokens` that a live embedder wants; None while there is none."""
+def wanted_batch_tokens(client: redis.Redis, keys: Keys, *, fresh_s: float) -> tuple[int, ...]:
+    """The `max_batch_tokens` of each live embedder; empty while there is none."""
     now = time.time()
-    wanted = [b.max_batch_tokens for b in heartbeats(client, keys) if b.max_batch_tokens and now - b.at < fresh_s]
-    return min(wanted, default=None)
+    return tuple(b.max_batch_tokens for b in heartbeats(client, keys) if b.max_batch_tokens and now - b.at < fresh_s)
 
 
 def bind_model(client: redis.Redis, keys: Keys, fingerprint: str, facts: dict[str, str | int]) -> None:

@@ -107,14 +107,16 @@ class Prefetcher:
         adopt = starved = False
         failures = 0
         while True:
+            # One batch of requests ahead: what waits in the stream instead tells the tokenizers to let requests gather.
+            depth = self._depth if lane is Lane.BULK else 1
             with self._change:
                 ready = self._ready[lane]
                 # Several batches a round trip: a read for each one taken would cost a fast engine more than decoding.
-                low = self._depth // 2
+                low = depth // 2
                 self._change.wait_for(lambda ready=ready, low=low: self._stopping or len(ready) <= low)  # type: ignore[misc]
                 if self._stopping:
                     return
-                room = self._depth - len(ready)
+                room = depth - len(ready)
             try:
                 if adopt:
                     self._put(lane, self._consumer.adopt(lane, count=room))

@@ -94,6 +94,7 @@ class _Loop:
         self._next_sweep = 0.0
         self._adopt = False
         self._budget: int | None = None
+        self._embedders = 1
         self._budget_at = 0.0
         self._ahead = False
         self._starved = False
@@ -188,6 +189,10 @@ class _Loop:
             found = self._consumer.read(self._reader, [Lane.BULK], count=self._window(), block_ms=None)
             if found:
                 return found
+        if Lane.INTERACTIVE not in lanes:
+            # Requests wait for their turn, which may come at any moment.
+            self._stop.wait(0.002)
+            return []
         sweep_ms = round((self._next_sweep - time.monotonic()) * 1000)
         found = self._consumer.read(self._reader, lanes, count=1, block_ms=max(1, min(_BLOCK_MS, sweep_ms)))
         if any(entry.lane is Lane.INTERACTIVE for entry in found):
@@ -209,7 +214,9 @@ class _Loop:
     def _lanes_with_room(self) -> list[Lane]:
         waiting = undelivered_by_lane(self._client, self._consumer.keys, Stage.EMBED, LANES)
         self._ahead = waiting[Lane.BULK] > 0
-        return [lane for lane in LANES if waiting[lane] < self._config.broker.max_ready_batches]
+        # While a batch of requests waits for each embedder, further requests gather, and share the next one.
+        most = {Lane.INTERACTIVE: self._embedders, Lane.BULK: self._config.broker.max_ready_batches}
+        return [lane for lane in LANES if waiting[lane] < most[lane]]
 
     def _embedders_known(self) -> bool:
         """Refresh the token budget; False while it is too early to pack without one."""
@@ -217,6 +224,7 @@ class _Loop:
         if self._budget is None or now - self._budget_at > 1.0:
             fresh_s = max(10.0, 2 * self._config.broker.lease_s)
             wanted = wanted_batch_tokens(self._client, self._consumer.keys, fresh_s=fresh_s)
-            self._budget = wanted or self._budget
+            self._budget = min(wanted, default=self._budget)
+            self._embedders = max(1, len(wanted))
             self._budget_at = now
         return self._budget is not None or now - self._started > _WAIT_FOR_EMBEDDER_S
