@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from embedq.dataset import open_dataset
 from embedq.dataset.search import nearest
 
+PAGE = Path(__file__).parents[3] / "docs/dataset.md"
 DIMENSIONS = 16
 FILES = ([3, 0, 7, 12, 40, 41], [1, 2, 6, 5, 20], [4, 9, 8, 30])
 ORDINALS = sorted(ordinal for file in FILES for ordinal in file)
@@ -69,6 +71,19 @@ def test_arrays_have_the_dtype_and_shape_of_their_type_in_any_order(kind: Vector
     for batch in dataset.batches():
         expected = [by_ordinal[ordinal] for ordinal in batch.column("ordinal").to_pylist()]
         np.testing.assert_array_equal(VectorBatch(batch).vectors, expected)
+
+
+@KINDS
+def test_the_pages_snippet_reads_each_type(kind: VectorType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PAGE.read_text().partition("\n## Vector types\n")[2].partition("\n## ")[0]
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    make(tmp_path / "vectors", kind)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    at = [ORDINALS.index(int(id[1:])) for id in found["batch"].column("id").to_pylist()]
+    np.testing.assert_array_equal(found["stored"], stored(kind)[at])
+    np.testing.assert_array_equal(found["vectors"], meant(kind)[at])
 
 
 @KINDS
