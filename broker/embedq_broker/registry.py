@@ -282,6 +282,10 @@ class Registry:
         """Ask for cancellation: what is not yet computed is skipped. Returns the status after the call."""
         return self.transition(check_run_id(run), RunStatus.CANCELLING, _OPEN)[1]
 
+    def cancel_many(self, runs: Sequence[str]) -> None:
+        """Ask for the cancellation of runs, in one round trip; those unknown, or over, stay as they are."""
+        scripts.call_many(self._client, [cancel_call(self.keys, run) for run in runs], allow_oom=True)
+
     def forget(self, run: str) -> RunStatus | None:
         """Drop a run that is over, with its results; None when it is gone, else the status of one that is not over."""
         reply = scripts.call(self._client, *forget_call(self.keys, check_run_id(run)), allow_oom=True)

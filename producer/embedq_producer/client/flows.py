@@ -12,10 +12,12 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from embedq_broker.connect import broker_errors, connect
+import redis
+from embedq_broker.connect import broker_errors, connect, translate
 from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.liveness import heartbeats, model_facts
 from embedq_broker.outcome import Cursor, Look
@@ -34,6 +36,7 @@ from embedq_schemas.errors import (
 )
 from embedq_schemas.names import LANES, Lane
 from embedq_schemas.run import RunState, RunStatus
+from redis.exceptions import RedisError
 
 from embedq_producer.client.assembly import Assembly, pages, without_failures
 from embedq_producer.client.documents import Texts
@@ -56,6 +59,7 @@ T = TypeVar("T")
 DEFAULT_OPTIONS = EncodingOptions()
 EMBED_TTL_S = 600
 """How long results of `embed` stay if the caller dies before it has read them."""
+_ASK_S = 2.0
 _LIVE_S = 10.0
 """Age of a heartbeat above which its process does not count as alive, at the least."""
 
@@ -114,11 +118,9 @@ class Flows:
             self._client, lambda: connect(self.url, role="client-watch", blocking=True), self.keys, self.url
         )
         self._outbox = Outbox(self._registry, self._watcher, self.url)
-        self._closed = False
 
     def close(self) -> None:
         """End the threads and close the connections; runs that only waiting calls know are cancelled."""
-        self._closed = True
         self._outbox.close()
         self._watcher.close()
         self._client.close()
@@ -145,7 +147,7 @@ class Flows:
         except BaseException:
             if run is None and idempotency_key is None:
                 # Nobody knows its name, so nobody can go on with it.
-                yield from self._abandon(name)
+                self._abandon(name)
             raise
         return name
 
@@ -175,7 +177,7 @@ class Flows:
                     raise self._ended(name, look)
                 look = yield from self._next(name, cursor, deadline)
         except BaseException as error:
-            yield from self._abandon(name)
+            self._abandon(name)
             if isinstance(error, TimeoutError):
                 raise (yield Call(lambda: self._late(f"{n} texts have no vectors after {timeout_s} s"))) from None
             raise
@@ -267,6 +269,9 @@ class Flows:
     def _check_completed(self, run: str, look: Look) -> Flow[None]:
         if look.status is not RunStatus.COMPLETED:
             raise self._ended(run, look)
+        state = yield from self.status(run)
+        if state.spec.sink.kind == "parquet":
+            raise UsageError(f"run {run} wrote the dataset {state.spec.sink.path}: read it there")
         if look.counters.succeeded and not (yield from self._ask(lambda: self._client.exists(self.keys.results(run)))):
             raise RunExpiredError(f"the results of run {run} expired")
 
@@ -282,22 +287,19 @@ class Flows:
                 return RunExpiredError(f"run {run} expired: {look.error or 'it was not finished in time'}")
         return RunExpiredError(f"the results of run {run} expired")
 
-    def _abandon(self, run: str) -> Flow[None]:
-        """Cancel a run nobody waits for any more, if it can be reached."""
-        if self._closed:
-            return
-        try:
-            yield Call(lambda: self._registry.cancel(run))
-        except RunNotFoundError:
-            pass
-        except Exception as error:
-            log.warning("cannot cancel run %s, whose results nobody waits for: %s", run, error)
+    def _abandon(self, run: str) -> None:
+        """Have a run cancelled that nobody waits for any more, without waiting for that."""
+        # A client that is being closed cancels them all.
+        with suppress(UsageError):
+            self._outbox.cancel(run)
 
     def _late(self, what: str) -> WaitTimeoutError:
+        # The time is over: whether anybody works is asked once, without the patience of other calls.
         try:
-            alive = self._live("embedder"), self._live("tokenizer")
-        except Exception:
-            return WaitTimeoutError(f"{what}, and the server cannot be asked why")
+            with connect(self.url, role="client-ask", blocking=True, socket_timeout_s=_ASK_S) as client:
+                alive = self._live(client, "embedder"), self._live(client, "tokenizer")
+        except RedisError as error:
+            return WaitTimeoutError(f"{what}: {translate(error, self.url)}")
         if all(alive):
             return WaitTimeoutError(f"{what}; workers are alive, so the queue is busy or the time too short")
         missing = " and no ".join(role for role, live in zip(("embedder", "tokenizer"), alive, strict=True) if not live)
@@ -306,9 +308,9 @@ class Flows:
             f"start one with `embedq worker --queue {self.keys.queue} --model MODEL`"
         )
 
-    def _live(self, role: str) -> int:
+    def _live(self, client: redis.Redis, role: str) -> int:
         oldest = time.time() - max(_LIVE_S, self.settings.lease_s)
-        return sum(beat.role == role and beat.at > oldest for beat in heartbeats(self._client, self.keys))
+        return sum(beat.role == role and beat.at > oldest for beat in heartbeats(client, self.keys))
 
     def _backlog(self) -> Backlog:
         pipe = self._client.pipeline(transaction=False)
@@ -325,7 +327,7 @@ class Flows:
             limit_bytes=self.settings.max_backlog_bytes,
             jobs=sum(lengths[::2]),
             token_batches=sum(lengths[1::2]),
-            live_embedders=self._live("embedder"),
+            live_embedders=self._live(self._client, "embedder"),
         )
 
     def _dimension(self, options: EncodingOptions) -> Flow[int]:

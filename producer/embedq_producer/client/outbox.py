@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,8 @@ from redis.exceptions import RedisError
 
 from embedq_producer.client.submission import Submission
 from embedq_producer.client.watch import Waiter, Watcher
+
+log = logging.getLogger(__name__)
 
 _LINGER_S = 10.0
 _AT_ONCE = 256
@@ -36,7 +39,8 @@ class Outbox:
         self._registry = registry
         self._watcher = watcher
         self._url = url
-        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Item | str | None] = queue.SimpleQueue()
+        self._given_up: list[str] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -44,12 +48,19 @@ class Outbox:
     def put(self, submission: Submission, waiter: Waiter) -> None:
         """Send `submission` soon; what goes wrong is the outcome of `waiter`, as is what becomes of the run.
 
-        Once the waiter's future is cancelled nothing more is sent, and what was sent is cancelled.
+        Once the waiter's future is cancelled nothing more of it is sent.
         """
+        self._put(_Item(submission, waiter))
+
+    def cancel(self, run: str) -> None:
+        """Cancel a run soon, after what was put before. Where the server cannot be reached, the log says so."""
+        self._put(run)
+
+    def _put(self, item: _Item | str) -> None:
         with self._lock:
             if self._closed:
                 raise UsageError("the client is closed")
-            self._items.put(_Item(submission, waiter))
+            self._items.put(item)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="embedq-client-send", daemon=True)
                 self._thread.start()
@@ -69,7 +80,7 @@ class Outbox:
         while True:
             waiting += self._take(waiting)
             now = time.monotonic()
-            used = now if waiting else used
+            used = now if waiting or self._given_up else used
             with self._lock:
                 if self._closed:
                     break
@@ -79,8 +90,10 @@ class Outbox:
             ready = [item for item in waiting if item.due <= now][:_AT_ONCE]
             sent = set(ready)
             waiting = [item for item in waiting if item not in sent] + self._attempt(ready)
+            self._cancel()
         for item in waiting:
             self._fail(item, UsageError("the client was closed"))
+        self._cancel()
 
     def _take(self, waiting: list[_Item]) -> list[_Item]:
         """New items; waits for one, or until one of those that wait is due."""
@@ -89,7 +102,9 @@ class Outbox:
         with suppress(queue.Empty):
             item = self._items.get(timeout=timeout) if timeout else self._items.get_nowait()
             while True:
-                if item is not None:
+                if isinstance(item, str):
+                    self._given_up.append(item)
+                elif item is not None:
                     taken.append(item)
                 item = self._items.get_nowait()
         return taken
@@ -117,9 +132,21 @@ class Outbox:
                 for item, outcome in zip(whole, outcomes, strict=True):
                     self._settle(item, lambda item, outcome=outcome: item.submission.take(outcome), again)  # type: ignore[misc]
         for item in stepwise:
-            self._watcher.add([item.waiter])
-            self._settle(item, lambda item: item.submission.step(), again)
+            self._settle(item, self._step, again)
         return again
+
+    def _step(self, item: _Item) -> float | None:
+        self._watcher.add([item.waiter])
+        return item.submission.step()
+
+    def _cancel(self) -> None:
+        runs, self._given_up = self._given_up, []
+        if not runs:
+            return
+        try:
+            self._registry.cancel_many(runs)
+        except (RedisError, EmbedqError) as error:
+            log.warning("cannot cancel %d runs whose results nobody waits for: %s", len(runs), error)
 
     def _settle(self, item: _Item, send: Callable[[_Item], float | None], again: list[_Item]) -> None:
         try:
@@ -132,10 +159,6 @@ class Outbox:
             again.append(item)
             return
         item.waiter.sent = True
-        if item.waiter.future.cancelled():
-            # Its caller gave up while it was on its way, and may have found nothing to cancel.
-            with suppress(RedisError, EmbedqError):
-                self._registry.cancel(item.waiter.run)
 
     def _fail(self, item: _Item, error: Exception) -> None:
         item.waiter.fail(translate(error, self._url) if isinstance(error, RedisError) else error)

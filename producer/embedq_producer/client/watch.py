@@ -74,6 +74,7 @@ class Watcher:
         self._keys = keys
         self._url = url
         self._lock = threading.Lock()
+        self._starting = threading.Lock()
         self._waiters: dict[str, list[Waiter]] = {}
         self._done: list[str] = []
         self._cursor = "0-0"
@@ -83,17 +84,21 @@ class Watcher:
 
     def add(self, waiters: Iterable[Waiter]) -> None:
         """Begin waits. What changes from now on is seen; for what is there already, `look`."""
-        with self._lock:
-            if self._closed:
-                raise UsageError("the client is closed")
-            if self._thread is None:
-                self._cursor = self._last_event()
-                self._thread = threading.Thread(target=self._run, name="embedq-client-watch", daemon=True)
-                self._thread.start()
-            for waiter in waiters:
-                mine = self._waiters.setdefault(waiter.run, [])
-                if waiter not in mine:
-                    mine.append(waiter)
+        with self._starting:
+            # Asked before the waits begin, and not under the lock that ending a wait takes: the server may hang.
+            cursor = self._last_event() if self._thread is None else None
+            with self._lock:
+                if self._closed:
+                    raise UsageError("the client is closed")
+                if self._thread is None:
+                    # One that ended since knows how far it had read.
+                    self._cursor = cursor or self._cursor
+                    self._thread = threading.Thread(target=self._run, name="embedq-client-watch", daemon=True)
+                    self._thread.start()
+                for waiter in waiters:
+                    mine = self._waiters.setdefault(waiter.run, [])
+                    if waiter not in mine:
+                        mine.append(waiter)
 
     def look(self, waiter: Waiter) -> None:
         """Begin a wait, and look now, in the calling thread, at what is there already."""

@@ -25,11 +25,13 @@ from embedq_schemas.errors import (
     NoWorkerError,
     RunCancelledError,
     UsageError,
+    WaitTimeoutError,
 )
 from embedq_schemas.names import Lane
 from embedq_schemas.quantize import VectorType, quantize
 from embedq_schemas.run import RunStatus
 from faces import FACES
+from servers import Server
 from services import DIMENSION, MAX_LENGTH, Service
 
 from embedq import AsyncClient, Client
@@ -152,7 +154,21 @@ def test_without_a_worker_the_time_runs_out_with_words_about_it_and_the_work_is_
         with pytest.raises(NoWorkerError, match="no embedder and no tokenizer is alive on queue q; start one with"):
             client.embed(["a"], timeout_s=0.5)
         # A machine that is busy enough has not even sent it.
-        assert {state.status for state in Registry(redis_client, Keys("q")).runs()} <= {RunStatus.CANCELLING}
+        registry = Registry(redis_client, Keys("q"))
+        wait_until(lambda: {state.status for state in registry.runs()} <= {RunStatus.CANCELLING})
+
+
+def test_a_server_that_hangs_is_named_when_the_time_is_over(
+    connect_face: Callable[[BrokerSettings], Any], server: Server
+) -> None:
+    with connect_face(BrokerSettings(redis_url=server.url, queue="q")) as client:
+        client.backlog()
+        server.pause()
+        try:
+            with pytest.raises(WaitTimeoutError, match=r"no vectors after 0\.3 s: Redis at .* did not answer in time"):
+                client.embed(["a"], timeout_s=0.3)
+        finally:
+            server.resume()
 
 
 def test_a_cancelled_task_cancels_its_work(redis_client: redis.Redis, redis_url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from embedq_schemas.errors import (
     UsageError,
 )
 from embedq_schemas.names import Lane
-from embedq_schemas.run import RunStatus
+from embedq_schemas.run import ParquetSink, RunSpec, RunStatus
 from faces import FACES
 from services import Service
 
@@ -53,6 +53,13 @@ def idle(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Any]:
 @pytest.fixture
 def registry(redis_client: redis.Redis) -> Registry:
     return Registry(redis_client, Keys("q"))
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def texts_of(count: int) -> list[str]:
@@ -222,7 +229,7 @@ def test_a_bad_document_cancels_a_run_that_nobody_could_go_on_with(idle: Any, re
     texts = [*texts_of(2 * documents.JOB_DOCUMENTS), 5]
     with pytest.raises(UsageError, match="document 2048"):
         idle.submit(texts)
-    assert {state.status for state in registry.runs()} <= {RunStatus.CANCELLING}
+    wait_until(lambda: [state.status for state in registry.runs()] == [RunStatus.CANCELLING])
     with pytest.raises(UsageError, match="document 2048"):
         idle.submit(texts, idempotency_key="k")
     assert RunStatus.IN_PROGRESS in {state.status for state in registry.runs()}
@@ -283,6 +290,15 @@ def test_a_deleted_run_is_gone_and_an_open_one_is_not_deleted(face: Any, idle: A
             read()
     with pytest.raises(UsageError, match="in_progress"):
         idle.submit(["a"]).delete()
+
+
+def test_a_run_with_a_dataset_says_where_its_vectors_are(idle: Any, registry: Registry) -> None:
+    sink = ParquetSink(path="/data/out")
+    registry.create(RunSpec(run="files", queue="q", sink=sink, created_at=1.0))
+    registry.transition("files", RunStatus.COMPLETED, [RunStatus.VALIDATING])
+    with pytest.raises(UsageError, match="run files wrote the dataset /data/out: read it there"):
+        list(idle.attach("files").results())
+    assert idle.attach("files").wait().status is RunStatus.COMPLETED
 
 
 def test_names_and_cursors_that_cannot_be_are_refused(idle: Any) -> None:
