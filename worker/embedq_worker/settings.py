@@ -47,7 +47,7 @@ class WorkerSettings(BaseModel):
     storage_patience_s: float = Field(
         600.0, ge=0, description="Seconds to hold finished vectors and retry while the disk refuses them."
     )
-    prefetch: int = Field(4, ge=1, le=1024, description="Token batches an embedder holds ahead, per lane.")
+    prefetch: int = Field(4, ge=1, le=1024, description="Token batches of a corpus an embedder holds ahead.")
     window_jobs: int = Field(4, ge=1, le=1024, description="Jobs a tokenizer takes at once while embedders are busy.")
 
     def load_checkpoint(self) -> Checkpoint:
