@@ -25,7 +25,7 @@ from embedq_schemas.manifest import MANIFEST_NAME, PublishedFile
 from embedq_schemas.vector_batch import VectorBatch
 from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.files import fsync_directory, storage_errors, write_durably
-from embedq_worker.sinks.parquet import stage
+from embedq_worker.sinks.parquet import row_weight, stage
 from numpy.typing import NDArray
 
 from embedq.dataset.reader import DatasetReader, facts_in, open_dataset
@@ -90,11 +90,15 @@ def _alone(dataset: Dataset) -> Iterator[None]:
 
 def _chosen(reader: DatasetReader, file_bytes: int) -> list[PublishedFile]:
     """The files to merge: small ones, if there are several, and all that share ordinals with another."""
-    small = {f.token for f in reader.files if f.rows * reader.row_bytes < file_bytes / 2}
+    small = {f.token for f in reader.files if f.rows * _weight(reader) < file_bytes / 2}
     doubled = _overlapping(reader.files)
     if len(small) < 2 and not doubled:
         return []
     return [file for file in reader.files if file.token in small | doubled]
+
+
+def _weight(reader: DatasetReader) -> int:
+    return row_weight(reader.vector_type, reader.dimensions)
 
 
 def _overlapping(files: Sequence[PublishedFile]) -> set[str]:
@@ -121,7 +125,7 @@ def _merge(dataset: Dataset, reader: DatasetReader, file_bytes: int) -> list[Pub
     with storage_errors(f"write into {dataset.staging}"):
         dataset.staging.mkdir(exist_ok=True)
     try:
-        for batches in _files_worth(reader, max(1, file_bytes // reader.row_bytes)):
+        for batches in _files_worth(reader, max(1, file_bytes // _weight(reader))):
             tokens = sum(_tokens(batch, limit) for batch in batches)
             fresh.append(stage(dataset, uuid.uuid4().hex, reader.spec.run, batches, metadata, tokens))
     except BaseException:

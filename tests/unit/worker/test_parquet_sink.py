@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from embedq_schemas.errors import StorageError
 from embedq_schemas.manifest import PublishedFile
+from embedq_schemas.quantize import VectorType, ranges_of
 from embedq_schemas.run import ParquetSink, RunSpec
 from embedq_schemas.token_batch import make_token_batch
 from embedq_schemas.vector_batch import VectorBatch, make_vector_batch
@@ -100,6 +101,22 @@ def test_row_groups_are_cut_by_the_bytes_of_their_vectors(dataset: Dataset, monk
     monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 1)
     file = stage(dataset, TOKEN, "r", [vectors(list(range(3)))], {}, 6)
     assert pq.read_metadata(dataset.path / file.staging_name).num_row_groups == 3
+
+
+@pytest.mark.parametrize("kind", [VectorType.INT8, VectorType.UBINARY])
+def test_compact_vectors_are_plain_bytes_in_row_groups_that_other_columns_fit_into(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, kind: VectorType
+) -> None:
+    monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 256 * 10)
+    batch = vectors(list(range(25)))
+    file = stage(dataset, TOKEN, "r", [batch.quantized(kind, ranges_of(batch.vectors))], {}, 50)
+    metadata = pq.read_metadata(dataset.path / file.staging_name)
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [10, 10, 5]
+    column = metadata.row_group(0).column(2)
+    assert (column.path_in_schema, column.physical_type) == ("vector", "FIXED_LEN_BYTE_ARRAY")
+    assert (column.compression, column.has_dictionary_page) == ("UNCOMPRESSED", False)
+    # The values, and a few bytes of the page's header.
+    assert column.total_uncompressed_size - 10 * kind.row_bytes(8) < 64
 
 
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing_staged(dataset: Dataset) -> None:

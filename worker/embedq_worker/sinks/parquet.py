@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from embedq_broker.faults import fault_point
 from embedq_schemas.errors import StorageError
 from embedq_schemas.manifest import PublishedFile
+from embedq_schemas.quantize import VectorType
 from embedq_schemas.vector_batch import VectorBatch
 from numpy.typing import NDArray
 
@@ -19,6 +20,7 @@ from embedq_worker.sinks.files import fsync_directory, fsync_file, storage_error
 
 ROW_GROUP_BYTES = 64 << 20
 """Uncompressed bytes of vectors per row group: large enough to scan fast, small enough to hold."""
+_LEAST_ROW_BYTES = 256
 
 
 def stage(
@@ -40,11 +42,11 @@ def stage(
     table = pa.Table.from_batches([batch.table for batch in batches])
     table = table.replace_schema_metadata(dict(metadata))
     path = dataset.path / f"_staging/{token}.tmp"
-    vector_bytes = batches[0].vector_type.row_bytes(batches[0].dimension)
+    weight = row_weight(batches[0].vector_type, batches[0].dimension)
     with storage_errors(f"write {path}"):
         try:
             with pq.ParquetWriter(path, table.schema, **_writer_options(table.schema)) as writer:
-                writer.write_table(table, row_group_size=max(1, ROW_GROUP_BYTES // vector_bytes))
+                writer.write_table(table, row_group_size=max(1, ROW_GROUP_BYTES // weight))
             fault_point("stage.written")
             fsync_file(path)
             fsync_directory(path.parent)
@@ -63,6 +65,16 @@ def stage(
         tokens=tokens,
         ordinals=ranges(table.column("ordinal").to_numpy()),
     )
+
+
+def row_weight(kind: VectorType, dimension: int) -> int:
+    """Bytes a row counts for in the size of row groups and compacted files.
+
+    Those of its vector; for compact ones no less than what its id, digest and metadata may take: millions of bare bits
+    are held easily, millions of rows perhaps not.
+    """
+    own = kind.row_bytes(dimension)
+    return own if kind.floating else max(_LEAST_ROW_BYTES, own)
 
 
 def verify(path: Path, rows: int) -> None:
