@@ -17,7 +17,7 @@ from embedq_schemas.token_batch import TokenBatch
 from embedq_worker.keeper import Keeper, Progress
 from embedq_worker.prefetch import Prefetcher
 from servers import Server
-from test_writer import tokens, until
+from writer_bench import tokens, until
 
 KEYS = Keys("q")
 
