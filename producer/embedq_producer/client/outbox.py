@@ -76,6 +76,17 @@ class Outbox:
 
     def _run(self) -> None:
         waiting: list[_Item] = []
+        try:
+            self._serve(waiting)
+        except Exception as error:
+            # Whoever waits must hear of it, whatever it is.
+            log.exception("the thread that sends ended")
+            with self._lock:
+                self._thread = None
+            for item in waiting:
+                self._fail(item, error)
+
+    def _serve(self, waiting: list[_Item]) -> None:
         used = time.monotonic()
         while True:
             waiting += self._take(waiting)
@@ -89,7 +100,8 @@ class Outbox:
                     return
             ready = [item for item in waiting if item.due <= now][:_AT_ONCE]
             sent = set(ready)
-            waiting = [item for item in waiting if item not in sent] + self._attempt(ready)
+            again = self._attempt(ready)
+            waiting[:] = [item for item in waiting if item not in sent] + again
             self._cancel()
         for item in waiting:
             self._fail(item, UsageError("the client was closed"))

@@ -55,7 +55,8 @@ def run_spec(
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        where = "".join(f"{name}: " for name in first["loc"])
+        raise UsageError(where + first["msg"].removeprefix("Value error, ")) from None
 
 
 class Submission:
