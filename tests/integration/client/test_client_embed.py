@@ -28,7 +28,7 @@ from embedq_schemas.errors import (
     WaitTimeoutError,
 )
 from embedq_schemas.names import Lane
-from embedq_schemas.quantize import VectorType, quantize
+from embedq_schemas.quantize import VectorType, encode_ranges, quantize, ranges_of
 from embedq_schemas.run import RunStatus
 from faces import FACES
 from servers import Server
@@ -303,3 +303,15 @@ def test_vectors_come_in_the_type_that_was_asked_for(face: Any, service: Service
     vectors = raised.value.embeddings.vectors
     np.testing.assert_array_equal(vectors[0], expected[0])
     assert np.isnan(vectors[1]).all() if kind.floating else not vectors[1].any()
+
+
+@pytest.mark.parametrize("kind", [VectorType.INT8, VectorType.UINT8])
+def test_buckets_come_by_the_ranges_that_were_given_and_not_without(
+    face: Any, service: Service, kind: VectorType
+) -> None:
+    ranges = ranges_of(service.vectors([f"text {n}" for n in range(20)]))
+    options = EncodingOptions(vector_type=kind, vector_ranges=encode_ranges(ranges))
+    expected = quantize(service.vectors(["a", "b"]), kind, ranges)
+    np.testing.assert_array_equal(face.embed(["a", "b"], options=options), expected)
+    with pytest.raises(UsageError, match=f"^{kind} results kept in Redis need vector_ranges"):
+        face.embed(["a"], options=EncodingOptions(vector_type=kind))
