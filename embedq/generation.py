@@ -46,13 +46,16 @@ class Generation:
 
     def make_room(self, wanted: RunSpec) -> bool:
         """Remove what an interrupted generation of another request left. Returns whether there was one."""
-        path = self.dataset.path
         owner = self.dataset.run_spec()
-        if not path.exists() or (owner is not None and owner.same_request(self.asked(wanted))):
+        if not self.dataset.path.exists() or (owner is not None and owner.same_request(self.asked(wanted))):
             return False
-        with storage_errors(f"remove {path}"):
-            shutil.rmtree(path)
+        self.drop()
         return owner is not None
+
+    def drop(self) -> None:
+        """Remove it, with all that it computed."""
+        with storage_errors(f"remove {self.dataset.path}"):
+            shutil.rmtree(self.dataset.path)
 
     def take_ranges(self) -> None:
         """Let new vectors be stored with the ranges that the old ones were stored with."""

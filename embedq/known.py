@@ -69,15 +69,11 @@ class KnownVectors:
         self._max_length, self._done, self._older = max_length, done, older
         self._file_bytes = spec.sink.file_bytes
         self._consumer = Consumer(client, registry.keys, Stage.EMBED, f"known-{uuid.uuid4().hex}", lease_ms=1)
-        self._committed: list[PublishedFile] = []
 
     def begin(self) -> Repeats:
         """For one pass over the corpus."""
-        kept = [file for file in self._committed if self._client.exists(self._registry.keys.token(file.token))]
-        pairs = [pair for file in kept for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True)]
-        done = self._done.with_ranges(pairs) if pairs else self._done
         columns = (*self._spec.metadata, "text") if self._spec.keep_text else self._spec.metadata
-        return Repeats(self._dataset.staging / SPOOL_NAME, columns, done, self._older_keys())
+        return Repeats(self._dataset.staging / SPOOL_NAME, columns, self._done, self._older_keys())
 
     def _older_keys(self) -> Iterator[NDArray[np.uint64]]:
         if self._older is not None and self._older.files:
@@ -98,14 +94,22 @@ class KnownVectors:
         fault_point("copy.begun")
         for record in self._registry.unpublished(self._spec.run):
             publish(self._client, self._registry.keys, self._dataset, record, replay=True)
+        held.settle(self._settled())
         for file in self._files(held):
             if stopping():
                 return
             yield
             # The position moved after the commit: where the commit is lost from now on, so is the position.
-            if not self._client.exists(self._registry.keys.token(file.token)):
+            if not self._is_committed(file):
                 raise LostCommitError
-            self._committed.append(file)
+
+    def _settled(self) -> OrdinalSet:
+        """Ordinals of the rows that this run has by now."""
+        files = [file for file in read_manifest(self._dataset.path).values() if self._is_committed(file)]
+        return OrdinalSet(pair for file in files for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True))
+
+    def _is_committed(self, file: PublishedFile) -> bool:
+        return bool(self._client.exists(self._registry.keys.token(file.token)))
 
     def _all_settled(self, stopping: Callable[[], bool]) -> bool:
         """Wait until every document sent has its outcome; False if asked to stop."""

@@ -34,6 +34,7 @@ from embedq_schemas.errors import (
     UsageError,
 )
 from embedq_schemas.ipc import METADATA_TYPE
+from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embedder_process import model_facts
@@ -197,6 +198,8 @@ def _replace(
         generation.switch()
         spec = dataset.run_spec()
         state = (finished_state(dataset, spec) if spec is not None else None) or state
+    elif state.status is RunStatus.CANCELLED:
+        generation.drop()
     return state
 
 
@@ -247,8 +250,13 @@ def _complete(
             )
     if not state.counters.input:
         watching.on_note(f"the corpus {corpus.name} holds no documents")
-    if server is not None and state.status is RunStatus.COMPLETED:
-        shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
+    if state.status is RunStatus.COMPLETED:
+        if server is not None:
+            shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
+        if copied := sum(file.rows for file in read_manifest(dataset.path).values() if file.copied):
+            watching.on_note(
+                f"{copied:,} of the {state.counters.succeeded:,} vectors were known and not computed again"
+            )
     return state
 
 

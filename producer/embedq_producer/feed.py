@@ -150,7 +150,7 @@ class _Feeder:
         here = replace(end, file=len(self.corpus.files), offset=0, line=0)
         if end.file == here.file:
             here = end
-            held.settle_before(here.line)
+            held.settle(OrdinalSet([(0, here.line - 1)]))
         for _ in self.vectors.supply(held, self.stopping):
             here = replace(here, offset=here.offset + 1)
             recorded = self._move(recorded, here.to_json())

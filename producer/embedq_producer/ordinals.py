@@ -20,10 +20,6 @@ class OrdinalSet:
         self._firsts = firsts[starts]
         self._lasts = lasts[np.append(np.flatnonzero(starts)[1:] - 1, len(pairs) - 1)] if len(pairs) else lasts
 
-    def with_ranges(self, ranges: Iterable[tuple[int, int]]) -> OrdinalSet:
-        """This set and more inclusive ranges."""
-        return OrdinalSet([*zip(self._firsts.tolist(), self._lasts.tolist(), strict=True), *ranges])
-
     def __len__(self) -> int:
         return int((self._lasts - self._firsts + 1).sum())
 

@@ -108,11 +108,11 @@ class HeldBack:
         """Columns: id, ordinal, those asked for, text_sha256."""
         return self._batches[0].schema
 
-    def settle_before(self, ordinal: int) -> None:
-        """Wait no more for documents with smaller ordinals."""
+    def settle(self, ordinals: OrdinalSet) -> None:
+        """Wait no more for documents of these ordinals."""
         for start, batch in zip(self._starts, self._batches, strict=False):
-            done = int(np.searchsorted(batch.column("ordinal").to_numpy(), ordinal))
-            self.waiting[start : start + done] = False
+            done = ordinals.contains(batch.column("ordinal").to_numpy())
+            self.waiting[start : start + batch.num_rows] &= ~done
 
     def find(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Pairs of (row of `keys`, row held back and waiting) with equal keys: int64 [m] each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -106,6 +107,21 @@ def test_a_server_that_lost_the_end_of_its_append_only_file_doubles_and_loses_no
     wait_for_end(command.output)
     log = max(command.output.glob("_state/appendonlydir/*.incr.aof"), key=lambda path: path.stat().st_size)
     os.truncate(log, max(0, log.stat().st_size - cut_bytes))
+    command.complete()
+
+
+def test_a_run_that_was_taken_up_from_its_dataset_may_be_killed_again(command: Command) -> None:
+    process = command.start(FORWARD, once=False)
+    command.until_files(process, 3)
+    process.kill()
+    process.communicate()
+    wait_for_end(command.output)
+    shutil.rmtree(command.output / "_state")
+    # Before its producer has passed what the files hold.
+    process = command.start("produce.enqueue.after:kill:2", once=False)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    wait_for_end(command.output)
     command.complete()
 
 

@@ -63,7 +63,7 @@ def test_each_text_is_sent_once_and_every_other_document_is_held_back_unless_it_
     assert pairs == {(place, texts[i]) for place, i in enumerate(waiting)}
     assert held.at(np.array(waiting)).tolist() == list(range(len(waiting)))  # type: ignore[union-attr]
     assert held.at(np.array([*waiting, len(texts)])) is None
-    held.settle_before(waiting[-1])
+    held.settle(OrdinalSet([(0, waiting[-1] - 1)]))
     assert held.waiting.tolist() == [False] * (len(waiting) - 1) + [True]
     assert set(held.find(keys_of(list("abcdefgh")))[1].tolist()) == {len(waiting) - 1}
     assert held.at(np.array(waiting[:1])) is None or len(waiting) == 1
@@ -85,7 +85,7 @@ def test_documents_held_back_are_found_across_many_batches(tmp_path: Path, monke
 
 def test_nothing_held_back_is_nothing_to_settle() -> None:
     held = HeldBack(None)
-    held.settle_before(5)
+    held.settle(OrdinalSet([(0, 5)]))
     assert not held.waiting.any()
     assert not held.ordinals_waiting()
     assert len(held.find(keys_of(["a"]))[0]) == 0
