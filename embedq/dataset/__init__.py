@@ -1,7 +1,8 @@
 """What a person does with a finished dataset directory: read, inspect, search, export, compact it."""
 
+from embedq_schemas.quantize import VectorType
 from embedq_schemas.vector_batch import VectorBatch
 
 from embedq.dataset.reader import DatasetReader, VectorFacts, open_dataset
 
-__all__ = ["DatasetReader", "VectorBatch", "VectorFacts", "open_dataset"]
+__all__ = ["DatasetReader", "VectorBatch", "VectorFacts", "VectorType", "open_dataset"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,36 @@ def test_rows_that_wait_are_stored_with_the_ranges_another_embedder_lays_down(be
     np.testing.assert_array_equal(stored(bench), quantize(mine, VectorType.INT8, others))
     # Whoever comes second gets what was there first.
     np.testing.assert_array_equal(dataset.claim_ranges(ranges_of(mine)), others)
+
+
+def test_ranges_outlive_the_server_and_the_process(bench: Bench, redis_client: redis.Redis) -> None:
+    bench.run(encoding=INT8)
+    bench.writer.start()
+    submit(bench, CALIBRATION_ROWS, 1)
+    bench.close()
+    before = laid_down(bench)
+    redis_client.flushall()
+
+    again = Bench(redis_client, bench.root, "another")
+    again.run(encoding=INT8)
+    again.sent = CALIBRATION_ROWS
+    again.make(flush_interval_s=0.01).start()
+    few = submit(again, 3, 2)
+    until(lambda: again.open_work() == 0, "the ranges that lie there are not used")
+    again.close()
+    assert before is not None
+    np.testing.assert_array_equal(laid_down(again), before)
+    np.testing.assert_array_equal(stored(again)[-3:], quantize(few, VectorType.INT8, before))
+
+
+def test_of_many_that_propose_ranges_at_once_all_get_the_same(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    proposed = [ranges_of(vectors(20, seed)) for seed in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(dataset.claim_ranges, proposed))
+    assert len({ranges.tobytes() for ranges in found}) == 1
+    assert found[0].tobytes() in {ranges.tobytes() for ranges in proposed}
+    assert [path.name for path in tmp_path.iterdir()] == ["_ranges.npy"]
 
 
 def test_the_last_rows_of_a_small_run_give_its_ranges(bench: Bench) -> None:
