@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import redis
-from embedq_broker.commit import Commit, CommitRecord, unpublished
+from embedq_broker.commit import TOKEN_TTL_MS, Commit, CommitRecord, unpublished
 from embedq_broker.consume import Consumer, Stage
 from embedq_broker.faults import fault_point
 from embedq_broker.registry import Registry
@@ -41,6 +41,8 @@ from embedq.dataset.reader import DatasetReader, facts_in
 SPOOL_NAME = "known.tmp"
 _FROM_THE_VECTORS = ("vector", "n_tokens", "truncated", "text_sha256")
 _POLL_S = 0.1
+_PUBLISHED_WITHIN_S = 3600.0
+"""Time between a commit and its file's name, at most."""
 _OPEN = (RunStatus.VALIDATING, RunStatus.IN_PROGRESS)
 
 
@@ -105,11 +107,18 @@ class KnownVectors:
 
     def _settled(self) -> OrdinalSet:
         """Ordinals of the rows that this run has by now."""
-        files = [file for file in read_manifest(self._dataset.path).values() if self._is_committed(file)]
+        listed = read_manifest(self._dataset.path).values()
+        files = [file for file in listed if self._is_committed(file) or self._is_past_losing(file)]
         return OrdinalSet(pair for file in files for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True))
 
     def _is_committed(self, file: PublishedFile) -> bool:
         return bool(self._client.exists(self._registry.keys.token(file.token)))
+
+    def _is_past_losing(self, file: PublishedFile) -> bool:
+        """Whether the server has forgotten the commit as it forgets all of them after a day."""
+        with storage_errors(f"look at {self._dataset.path / file.name}"):
+            written = (self._dataset.path / file.name).stat().st_ctime
+        return time.time() - written > TOKEN_TTL_MS / 1000 - _PUBLISHED_WITHIN_S
 
     def _all_settled(self, stopping: Callable[[], bool]) -> bool:
         """Wait until every document sent has its outcome; False if asked to stop."""
