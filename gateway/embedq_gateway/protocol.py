@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any, ClassVar
 
+import httptools
+import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from embedq_gateway.errors import ApiError
+
 _MOST_HEAD_BYTES = 64 << 10
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-type: application/json\r\n"
-    b"connection: close\r\ncontent-length: %d\r\n\r\n%s"
-)
-_TOO_MANY = (
-    b'{"error":{"message":"Too many open connections; try again later.","type":"server_error","param":null,'
-    b'"code":"too_many_connections"}}'
+
+
+def _refusal(status: str, error: ApiError) -> bytes:
+    """The whole answer to what never becomes a request."""
+    body = orjson.dumps(error.body)
+    headers = {**error.headers, "Content-Type": "application/json", "Connection": "close", "Content-Length": len(body)}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + body
+
+
+_TOO_MANY = _refusal(
+    "503 Service Unavailable",
+    ApiError(503, "too_many_connections", "Too many open connections; try again later.", retry_after_s=1),
 )
 
 
@@ -33,11 +44,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._without_upgrade: bytes | None = None
+        self._upgrade_end: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            transport.write(_REFUSAL % (len(_TOO_MANY), _TOO_MANY))
+            transport.write(_TOO_MANY)
             transport.close()
             return
         self._await_head()
@@ -52,6 +65,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
+        while self._without_upgrade is not None and self._upgrade_end is not None:
+            data = self._without_upgrade + data[self._upgrade_end :]
+            self._without_upgrade = self._upgrade_end = None
+            super().data_received(data)
         if self._head_timer is not None and self._head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The request's head is too large.")
 
@@ -61,8 +78,29 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def on_headers_complete(self) -> None:
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
+            # httptools takes what follows for another protocol and drops the body. A server that stays with HTTP/1.1
+            # ignores the wish, which Java's client has with every request: the head is read again without it.
+            fields = b"".join(b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
+            version = self.parser.get_http_version().encode()
+            self._without_upgrade = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, fields)
+            return
         self._head_done()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if self._without_upgrade is None:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        error = sys.exception()
+        if self._without_upgrade is not None and isinstance(error, httptools.HttpParserUpgrade):
+            self._upgrade_end = int(error.args[0])
+
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(_refusal("400 Bad Request", ApiError(400, "invalid_http", msg)))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
