@@ -18,6 +18,7 @@ _CHUNK_BYTES = 1 << 20
 _FRAME_BYTES = 64 << 10
 """What the form's boundaries and fields may add to the file itself."""
 _MOST_FIELD_BYTES = 4096
+_MOST_FIELDS = 32
 _FILE = "file"
 
 
@@ -72,6 +73,8 @@ class UploadForm:
         self._name = name.decode("utf-8", "replace")
         if self._name in self.fields or (self._name == _FILE and self.filename is not None):
             raise ApiError(400, "invalid_form", f"The field `{self._name[:100]}` occurs twice.")
+        if len(self.fields) >= _MOST_FIELDS:
+            raise ApiError(400, "invalid_form", f"The form has more than {_MOST_FIELDS} fields.")
         if self._name == _FILE:
             filename = options.get(b"filename", b"").decode("utf-8", "replace")
             self.filename = filename.replace("\\", "/").rpartition("/")[2][:255] or "file"

@@ -54,8 +54,9 @@ def test_a_form_is_the_same_however_it_arrives(tmp_path: Path, cuts: list[int]) 
         form((b'name="purpose"', b"x" * 5000)),
         b"--other\r\n",
         form((b'name="a"\r\n' + b"X: y\r\n" * 100, b"x")),
+        form(*((b'name="%d"' % number, b"x") for number in range(100))),
     ],
-    ids=["no name", "two files", "twice", "long field", "other boundary", "many headers"],
+    ids=["no name", "two files", "twice", "long field", "other boundary", "many headers", "many fields"],
 )
 def test_a_broken_form_is_refused(tmp_path: Path, body: bytes) -> None:
     with FileStore(tmp_path).writing() as draft, pytest.raises(ApiError) as refused:
