@@ -53,9 +53,14 @@ class Generation:
         return owner is not None
 
     def drop(self) -> None:
-        """Remove it, with all that it computed."""
+        """Remove it, with all that it holds."""
         with storage_errors(f"remove {self.dataset.path}"):
+            # Half removed it must not look complete.
+            self.dataset.success.unlink(missing_ok=True)
+            fsync_directory(self.dataset.path)
+            fault_point("switch.unmarked")
             shutil.rmtree(self.dataset.path)
+        fault_point("switch.done")
 
     def take_ranges(self) -> None:
         """Let new vectors be stored with the ranges that the old ones were stored with."""
@@ -67,6 +72,14 @@ class Generation:
     def complete(self) -> bool:
         """Whether it is to take the place of the dataset."""
         return self.dataset.success.exists()
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether it has taken the dataset's place already, and was not removed whole."""
+        if not self.dataset.path.exists():
+            return False
+        own, base = self.dataset.run_spec(), self.base.run_spec()
+        return own is None or (base is not None and own.run == base.run)
 
     def switch(self) -> None:
         """Make the complete generation the dataset. May be killed at any moment and called again.
@@ -82,8 +95,7 @@ class Generation:
             # Once `_run.json` is replaced everything is, and the dataset may have changed since.
             if before is None or before.run != spec.run:
                 self._replace(_moved(spec, base.path))
-            shutil.rmtree(fresh.path)
-        fault_point("switch.done")
+            self.drop()
 
     def _replace(self, spec: RunSpec) -> None:
         base, fresh = self.base, self.dataset
@@ -122,13 +134,13 @@ class Generation:
                 part.unlink()
 
 
-def finish_switch(base: Dataset) -> bool:
-    """Go on with a switch that was begun. The caller holds the dataset's lock. Returns whether there was one."""
+def finish_switch(base: Dataset) -> None:
+    """Go on with a switch that was begun. The caller holds the dataset's lock."""
     generation = Generation(base)
-    if not generation.complete:
-        return False
-    generation.switch()
-    return True
+    if generation.complete:
+        generation.switch()
+    elif generation.is_left_over:
+        generation.drop()
 
 
 def require_same_vectors(older: DatasetReader, wanted: RunSpec, dtype: str) -> str:

@@ -77,6 +77,15 @@ class Snapshot:
     elapsed_s: float
 
 
+@dataclass(frozen=True)
+class Watching:
+    """Who looks on while a run is made; fields as `run_corpus` says."""
+
+    stopping: Callable[[], bool]
+    on_progress: Callable[[Snapshot], None]
+    on_note: Callable[[str], None]
+
+
 def run_corpus(
     sources: Sequence[str | Path],
     options: RunOptions,
@@ -164,7 +173,8 @@ def estimate_run(sources: Sequence[str | Path], options: RunOptions) -> Estimate
 
 def _go_on_with_switch(dataset: Dataset) -> None:
     """Where an earlier command was killed while a new generation took the place of the dataset."""
-    if Generation(dataset).complete:
+    generation = Generation(dataset)
+    if generation.complete or generation.is_left_over:
         with owned(dataset):
             finish_switch(dataset)
 
@@ -201,15 +211,6 @@ def _replace(
     elif state.status is RunStatus.CANCELLED:
         generation.drop()
     return state
-
-
-@dataclass(frozen=True)
-class Watching:
-    """Who looks on while a run is made; fields as `run_corpus` says."""
-
-    stopping: Callable[[], bool]
-    on_progress: Callable[[Snapshot], None]
-    on_note: Callable[[str], None]
 
 
 def _complete(

@@ -66,6 +66,7 @@ POINTS = (
     "switch.noted",
     "switch.listed",
     "switch.moved",
+    "switch.unmarked",
     "switch.done",
     # A finished dataset's compaction.
     "compact.staged",
