@@ -226,6 +226,8 @@ def main() -> None:
     )
     parser.add_argument("--long-texts", type=int, default=400, help="texts of part 2")
     options = parser.parse_args()
+    # The programs it starts end with it, however it ends.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as scratch:
         measure(options, Path(scratch))
 
