@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 import msgspec
 import redis
+from embedq_schemas.errors import CodecError
 from embedq_schemas.run import RunStatus
 
 from embedq_broker import scripts
 from embedq_broker.keys import Keys
+from embedq_broker.once import warn_once
 from embedq_broker.scripts import text
 
 log = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ class BatchRegistry:
             pipe.execute()
 
     def file(self, tenant: str, file_id: str) -> FileRecord | None:
-        """The tenant's file, None if it has none of that id."""
+        """The tenant's file, None if it has none of that id; raises CodecError."""
         return self._record(FileRecord, tenant, file_id)
 
     def file_exists(self, file_id: str) -> bool:
@@ -108,14 +110,14 @@ class BatchRegistry:
         return bool(self._client.exists(self._key("file", file_id)))
 
     def drop_file(self, tenant: str, file_id: str) -> bool:
-        """Forget a file; False if the tenant has none of that id."""
+        """Forget a file; False if the tenant has none of that id. Raises CodecError."""
         if self.file(tenant, file_id) is None:
             return False
         self._client.zrem(self._key("files", tenant), file_id)
         return bool(self._client.delete(self._key("file", file_id)))
 
     def files(self, tenant: str, *, after: str | None, newest_first: bool) -> Iterator[FileRecord]:
-        """The tenant's files behind `after`, in the order of their creation."""
+        """The tenant's files behind `after`, in the order of their creation; unreadable ones are left out."""
         return self._listed(FileRecord, tenant, after, newest_first)
 
     def add_batch(self, record: BatchRecord) -> None:
@@ -127,11 +129,11 @@ class BatchRegistry:
             pipe.execute()
 
     def batch(self, tenant: str, batch_id: str) -> BatchRecord | None:
-        """The tenant's batch, None if it has none of that id."""
+        """The tenant's batch, None if it has none of that id; raises CodecError."""
         return self._record(BatchRecord, tenant, batch_id)
 
     def batches(self, tenant: str, *, after: str | None) -> Iterator[BatchRecord]:
-        """The tenant's batches behind `after`, newest first."""
+        """The tenant's batches behind `after`, newest first; unreadable ones are left out."""
         return self._listed(BatchRecord, tenant, after, True)
 
     def open_batches(self) -> list[BatchRecord]:
@@ -144,7 +146,7 @@ class BatchRegistry:
                 record = None if data is None else msgspec.json.decode(data, type=BatchRecord)
             except msgspec.DecodeError as error:
                 # Of another version, which may be running beside this one.
-                log.warning("batch %s is left alone: %s", batch_id, error)
+                warn_once(log, f"batch {batch_id} is left alone: {error}")
                 continue
             if record is None or record.status.terminal:
                 self._client.srem(self._key("open"), batch_id)
@@ -203,7 +205,10 @@ class BatchRegistry:
     def _record(self, kind: type[_Record], tenant: str, record_id: str) -> _Record | None:
         name = "file" if kind is FileRecord else "batch"
         data: Any = self._client.get(self._key(name, record_id))
-        return _decoded(kind, tenant, data)
+        try:
+            return _decoded(kind, tenant, data)
+        except msgspec.DecodeError as error:
+            raise CodecError(f"the record of {name} {record_id} cannot be read: {error}") from None
 
     def _listed(self, kind: type[_Record], tenant: str, after: str | None, newest_first: bool) -> Iterator[_Record]:
         # Ids begin with their time, so their order in the index is that of their creation.
@@ -221,7 +226,11 @@ class BatchRegistry:
             values: Any = self._client.mget(keys) if keys else []
             for record_id, data in zip(map(text, ids), values, strict=True):
                 after = record_id
-                record = _decoded(kind, tenant, data)
+                try:
+                    record = _decoded(kind, tenant, data)
+                except msgspec.DecodeError as error:
+                    warn_once(log, f"{name} {record_id} is left out of lists: {error}")
+                    continue
                 if record is None:
                     self._client.zrem(index, record_id)  # it expired
                 else:

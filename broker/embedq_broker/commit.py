@@ -27,6 +27,7 @@ from embedq_broker import metrics, scripts
 from embedq_broker.consume import Consumer, Entry, Share, Stage, envelope
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
+from embedq_broker.once import warn_once
 from embedq_broker.scripts import text
 
 log = logging.getLogger(__name__)
@@ -271,7 +272,7 @@ def unpublished(client: redis.Redis, keys: Keys, *, page: int = 1000) -> Iterato
             try:
                 yield CommitRecord(text(entry_id), text(fields[b"dataset"]), PublishedFile.decode(fields[b"file"]))
             except (CodecError, KeyError) as error:
-                log.warning("commit record %s in %s cannot be read: %s", text(entry_id), keys.commits, error)
+                warn_once(log, f"commit record {text(entry_id)} in {keys.commits} cannot be read: {error!r}")
         if len(entries) < page:
             return
         start = f"({text(entries[-1][0])}"

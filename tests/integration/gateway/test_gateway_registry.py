@@ -10,7 +10,9 @@ import pytest
 import redis
 from embedq_broker.batches import BatchRecord, BatchRegistry, FileRecord, drop_results
 from embedq_broker.keys import Keys
+from embedq_broker.once import warn_once
 from embedq_broker.registry import Registry
+from embedq_schemas.errors import CodecError
 from embedq_schemas.run import RunStatus
 
 KEYS = Keys("q")
@@ -134,3 +136,24 @@ def test_dropped_results_leave_the_backlog_once(redis_client: redis.Redis) -> No
         assert backlog() == 20
     drop_results(redis_client, KEYS, "r", [(entry_id, 10) for entry_id in ids])
     assert backlog() == 0
+
+
+def test_a_record_of_another_version_hides_no_other_and_is_told_of_once(
+    registry: BatchRegistry, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    for number in range(3):
+        registry.add_file(file(number))
+        registry.add_batch(batch(number))
+    redis_client.set(KEYS.store("store1", "file", file(1).id), b'{"id": "file-0001"}')
+    redis_client.set(KEYS.store("store1", "batch", batch(1).id), b"\xff")
+    for _ in range(5):
+        assert list(registry.files("t", after=None, newest_first=True)) == [file(2), file(0)]
+        assert list(registry.batches("t", after=None)) == [batch(2), batch(0)]
+        assert registry.open_batches() == [batch(0), batch(2)]
+    assert len(caplog.records) == 3
+    with pytest.raises(CodecError, match="file-0001"):
+        registry.file("t", file(1).id)
+    with pytest.raises(CodecError, match="batch_0001"):
+        registry.batch("t", batch(1).id)
+    assert registry.file_exists(file(1).id)
