@@ -46,7 +46,11 @@ class _Job:
         self._values.append(value)
         self._size += len(value)
         for name, values in self._metadata.items():
-            values.append(_metadata_value(fields.get(name)))
+            try:
+                values.append(_metadata_value(fields.get(name)))
+            except (TypeError, ValueError, RecursionError) as error:
+                where = f"{name} of document {self._start + len(values)}"
+                raise UsageError(f"{where} cannot be written as JSON: {error}") from None
 
     def build(self) -> pa.RecordBatch:
         count = len(self._ids)
@@ -85,8 +89,7 @@ def jobs(
     Raises:
         UsageError: a value of another type, or not as many ids as texts.
     """
-    if isinstance(texts, str | bytes | Mapping):
-        raise UsageError("texts must be a list of texts; put a single one in a list")
+    check_texts(texts)
     job: _Job | None = None
     given = None if ids is None else iter(ids)
     index = -1
@@ -104,6 +107,12 @@ def jobs(
         raise UsageError(f"there are more ids than the {index + 1} texts")
     if job is not None:
         yield job.build(), True
+
+
+def check_texts(texts: Any) -> None:
+    """Raise UsageError for what is no list of texts as a whole."""
+    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
+        raise UsageError("texts must be a list of texts; put a single one in a list")
 
 
 def _value(item: Any, index: int) -> tuple[_Kind, Any]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,7 +42,7 @@ from embedq_schemas.run import RunState, RunStatus
 from redis.exceptions import RedisError
 
 from embedq_producer.client.assembly import Assembly, pages, without_failures
-from embedq_producer.client.documents import Texts
+from embedq_producer.client.documents import Texts, check_texts
 from embedq_producer.client.outbox import Outbox
 from embedq_producer.client.submission import Submission, run_name, run_spec
 from embedq_producer.client.values import (
@@ -105,6 +108,18 @@ def client_settings(redis_url: str | None, queue: str | None, settings: BrokerSe
         raise UsageError(f"a setting of the client is refused: {' '.join(str(error).split())[:300]}") from None
 
 
+_living: weakref.WeakSet[Flows] = weakref.WeakSet()
+
+
+def _open_in_child() -> None:
+    """Threads and locks that others held do not survive a fork: a call in the child would wait for ever."""
+    for flows in tuple(_living):
+        flows._open()
+
+
+os.register_at_fork(after_in_child=_open_in_child)
+
+
 class Flows:
     """The connections of one client and everything it can do with them."""
 
@@ -112,6 +127,10 @@ class Flows:
         self.settings = settings
         self.url = settings.redis_url
         self.keys = Keys(settings.queue)
+        self._open()
+        _living.add(self)
+
+    def _open(self) -> None:
         self._client = connect(self.url, role="client")
         self._registry = Registry(self._client, self.keys)
         self._watcher = Watcher(
@@ -121,6 +140,7 @@ class Flows:
 
     def close(self) -> None:
         """End the threads and close the connections; runs that only waiting calls know are cancelled."""
+        _living.discard(self)
         self._outbox.close()
         self._watcher.close()
         self._client.close()
@@ -153,13 +173,14 @@ class Flows:
 
     def embed(self, texts: Texts, *, options: EncodingOptions, lane: Lane, timeout_s: float | None) -> Flow[Embeddings]:
         """Send texts, wait for their vectors, and leave nothing on the server."""
+        check_texts(texts)
         documents = texts if isinstance(texts, Sized) else list(texts)
         n, name = len(documents), run_name(None, None)
         submission = self._submission(name, documents, None, options, lane, EMBED_TTL_S, ())
         if n == 0:
             dimension = yield from self._dimension(options)
             return without_failures(Assembly().results(0, dimension, options.vector_type))
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = _deadline(timeout_s)
         assembly, cursor = Assembly(), Cursor()
         waiter = Waiter(name, cursor, owned=True)
         try:
@@ -189,7 +210,7 @@ class Flows:
 
     def wait(self, run: str, timeout_s: float | None) -> Flow[RunState]:
         """Wait until a run is over."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = _deadline(timeout_s)
         try:
             yield from self._next(run, None, deadline)
         except TimeoutError:
@@ -355,6 +376,15 @@ def exhausted(look: Look) -> bool:
 def attached(run: str) -> str:
     """`run`, if it can name a run; raises UsageError."""
     return check_run_id(run)
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    """None where it is later than threads can wait for; raises UsageError."""
+    if timeout_s is None or timeout_s >= threading.TIMEOUT_MAX:
+        return None
+    if math.isnan(timeout_s):
+        raise UsageError("timeout_s is not a number")
+    return time.monotonic() + timeout_s
 
 
 def _left(deadline: float | None) -> float | None:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Client:
     """Submits texts to a queue and reads their vectors, from any number of threads.
 
-    Make it in the process that uses it: a connection and a thread do not survive a fork.
+    After a fork the child's is a client of its own; calls under way stay in the parent.
     """
 
     def __init__(

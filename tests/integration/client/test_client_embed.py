@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import threading
 import time
@@ -281,8 +282,10 @@ def test_an_unreachable_server_is_named(connect_face: Callable[[BrokerSettings],
         (["\ud800"], "not valid Unicode"),
         ([[1, -1]], "document 0 is not a list of token ids"),
         ([[1.5]], "document 0 is not a list of token ids"),
+        (None, "must be a list of texts"),
+        (7, "must be a list of texts"),
     ],
-    ids=["string", "number", "none", "surrogate", "negative id", "fraction"],
+    ids=["string", "number", "none", "surrogate", "negative id", "fraction", "nothing", "one number"],
 )
 def test_what_is_no_list_of_texts_is_refused_before_anything_is_sent(
     connect_face: Callable[[BrokerSettings], Any], redis_client: redis.Redis, redis_url: str, texts: Any, words: str
@@ -315,3 +318,24 @@ def test_buckets_come_by_the_ranges_that_were_given_and_not_without(
     np.testing.assert_array_equal(face.embed(["a", "b"], options=options), expected)
     with pytest.raises(UsageError, match=f"^{kind} results kept in Redis need vector_ranges"):
         face.embed(["a"], options=EncodingOptions(vector_type=kind))
+
+
+def test_a_time_that_never_comes_is_waited_for_and_one_that_is_no_number_refused(face: Any, service: Service) -> None:
+    for timeout_s in (float("inf"), 1e300, None):
+        np.testing.assert_array_equal(face.embed(["a"], timeout_s=timeout_s), service.vectors(["a"]))
+    with pytest.raises(UsageError, match="not a number"):
+        face.embed(["a"], timeout_s=float("nan"))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_client_that_was_used_before_a_fork_serves_parent_and_child(service: Service) -> None:
+    with Client(settings=service.settings) as client:
+        expected = client.embed(["a"])
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(0 if np.array_equal(client.embed(["a"], timeout_s=30), expected) else 1)
+            finally:
+                os._exit(2)
+        np.testing.assert_array_equal(client.embed(["a"]), expected)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

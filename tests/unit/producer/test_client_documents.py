@@ -180,3 +180,16 @@ def test_embeddings_are_an_array_to_numpy() -> None:
     assert np.array(found, copy=True) is not found.vectors
     assert np.asarray(found, np.float64).dtype == np.float64
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("value", ["object", "circle", "depth"])
+def test_metadata_that_json_cannot_hold_are_refused_by_name(value: str) -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    values = {"object": object(), "circle": circle, "depth": deep}
+    given_documents = [{"text": "a", "m": 1}, {"text": "b", "m": values[value]}]
+    with pytest.raises(UsageError, match=r"^m of document 1 cannot be written as JSON"):
+        list(jobs(given_documents, metadata=["m"]))
