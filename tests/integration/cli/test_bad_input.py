@@ -242,7 +242,9 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_the_same_command_completes
     ended = finish(run)
     assert ended.status == 5, ended.err
     last = ended.err.splitlines()[-1]
-    assert last.startswith(("error: storage: cannot write", "error: broker_unavailable: "))
+    assert last.startswith(
+        ("error: storage: cannot write", "error: storage: cannot publish", "error: broker_unavailable: ")
+    )
     assert leftovers(run, out) == []
     refused = embedq(*command)
     assert refused.status == 5, refused.err
