@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
+from embedq_schemas.errors import StorageError
 from embedq_schemas.text_hash import hash_texts, text_keys
 from numpy.typing import NDArray
 
@@ -50,7 +51,11 @@ class Repeats:
         """Documents held back."""
 
     def first_time(self, documents: pa.RecordBatch) -> NDArray[np.bool_]:
-        """bool [n]: which of `documents` (id, ordinal, text, metadata) to send. Takes each document of a run once."""
+        """bool [n]: which of `documents` (id, ordinal, text, metadata) to send. Takes each document of a run once.
+
+        Raises:
+            StorageError: the disk refused.
+        """
         if not documents.num_rows:
             return np.ones(0, dtype=np.bool_)
         digests = hash_texts(documents.column("text"))
@@ -68,21 +73,30 @@ class Repeats:
             self._write()
 
     def _write(self) -> None:
-        if self._writer is None:
-            self._spool.parent.mkdir(parents=True, exist_ok=True)
-            self._file = pa.OSFile(str(self._spool), "wb")
-            self._writer = pa.ipc.new_file(self._file, self._waiting[0].schema)
-        self._writer.write_batch(pa.concat_batches(self._waiting))
+        try:
+            if self._writer is None:
+                self._spool.parent.mkdir(parents=True, exist_ok=True)
+                self._file = pa.OSFile(str(self._spool), "wb")
+                self._writer = pa.ipc.new_file(self._file, self._waiting[0].schema)
+            self._writer.write_batch(pa.concat_batches(self._waiting))
+        except OSError as error:
+            raise self._refused(error) from error
         self._waiting = []
 
+    def _refused(self, error: OSError) -> StorageError:
+        return StorageError(f"cannot write {self._spool}: {error.strerror or error}")
+
     def close(self) -> HeldBack:
-        """What was held back. No more documents follow."""
+        """What was held back. No more documents follow. Raises StorageError."""
         if self._waiting:
             self._write()
         self._seen = IdSet()
         if self._writer is not None and self._file is not None:
-            self._writer.close()
-            self._file.close()
+            try:
+                self._writer.close()
+                self._file.close()
+            except OSError as error:
+                raise self._refused(error) from error
         return HeldBack(self._spool if self.count else None)
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from embedq_producer.ordinals import NOTHING_DONE, OrdinalSet
 from embedq_producer.repeats import HeldBack, Repeats
+from embedq_schemas.errors import StorageError
 from embedq_schemas.text_hash import text_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,6 +82,19 @@ def test_documents_held_back_are_found_across_many_batches(tmp_path: Path, monke
     assert held.at(np.array([5, 7, 22])).tolist() == [3, 5, 16]  # type: ignore[union-attr]
     assert held.at(np.array([5, 8])) is None
     assert held.take(np.array([0, 13, 29])).column("ordinal").to_pylist() == [waiting[0], waiting[13], waiting[29]]
+
+
+@pytest.mark.parametrize("rows", [1, 8192], ids=["at the end", "on the way"])
+def test_a_disk_that_refuses_documents_held_back_is_told_of(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embedq_producer.repeats._SPOOL_ROWS", rows)
+    repeats = Repeats(Path("/dev/full"), (), NOTHING_DONE)
+
+    def hold_back() -> None:
+        repeats.first_time(block(["same"] * 3000))
+        repeats.close()
+
+    with pytest.raises(StorageError, match="cannot write /dev/full"):
+        hold_back()
 
 
 def test_nothing_held_back_is_nothing_to_settle() -> None:
