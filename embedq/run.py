@@ -562,7 +562,9 @@ def _differences(owner: RunSpec, wanted: RunSpec) -> str:
     mine, theirs = wanted.model_dump(mode="json"), owner.model_dump(mode="json")
     names = [name for name in mine if name not in ("run", "queue", "created_at", "durability", "lane")]
     found = [name for name in names if mine[name] != theirs[name]]
-    if "encoding" in found:
-        at = found.index("encoding")
-        found[at : at + 1] = [name for name in mine["encoding"] if mine["encoding"][name] != theirs["encoding"][name]]
-    return ", ".join({"model_fingerprint": "model"}.get(name, name) for name in found)
+    for group in {"encoding", "sink"} & set(found):
+        at = found.index(group)
+        found[at : at + 1] = [name for name in mine[group] if mine[group][name] != theirs[group].get(name)]
+    # A directory that was moved, or is seen through another mount, can be gone on with only where it was made.
+    words = {"model_fingerprint": "model", "path": f"made as {theirs['sink'].get('path')}"}
+    return ", ".join(words.get(name, name) for name in found)

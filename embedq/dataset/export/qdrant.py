@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,7 @@ def export_qdrant(
                 client.delete(collection, models.FilterSelector(filter=models.Filter(must_not=[mine])), wait=True)
         finally:
             client.close()
-    except (ApiException, OSError, RuntimeError) as error:
+    except (ApiException, OSError, RuntimeError, sqlite3.Error) as error:
         raise StorageError(f"cannot write {words}: {' '.join(str(error).split())[:300]}") from None
     except ValueError as error:
         raise OutputError(f"cannot write {words}: {error}") from None

@@ -108,6 +108,11 @@ def test_every_document_gets_the_vector_transformers_gives_it_and_the_columns_as
     assert in_process(capsys, "errors", out).out == ""
     assert in_process(capsys, "cancel", out).out == f"run {state['run']}: completed\n"
 
+    moved = out.rename(tmp_path / "moved")
+    elsewhere = in_process(capsys, *command[:3], moved, *command[4:], *asked)
+    assert elsewhere.status == 2
+    assert f"made with other options (made as {out})" in elsewhere.sentence
+
 
 def test_a_literal_prompt_and_unnormalised_vectors(model: Path, tmp_path: Path) -> None:
     given = documents(20)

@@ -322,6 +322,12 @@ def test_a_repeated_export_to_qdrant_updates_and_with_replace_removes_what_is_of
     said = embedq("export", other, *command)
     assert said.status == 2
     assert "does not hold vectors of 8 dimensions" in said.err
+    (stored,) = (tmp_path / "q").rglob("storage.sqlite")
+    stored.write_bytes(b"no database" * 1000)
+    said = embedq("export", made.path, *command)
+    assert said.status == 5
+    assert "file is not a database" in said.err
+    assert len(said.err.splitlines()) == 1
 
 
 def test_a_place_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
