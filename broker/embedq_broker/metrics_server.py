@@ -6,6 +6,7 @@ files up when it is asked; a process that ended keeps its counts.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,10 @@ from embedq_broker.keys import Keys
 from embedq_broker.liveness import heartbeats
 from embedq_broker.metrics import REGISTRY
 from embedq_broker.scripts import text
+
+log = logging.getLogger(__name__)
+
+_CLIENT_TIMEOUT_S = 10.0
 
 
 class QueueCollector:
@@ -115,6 +120,10 @@ class _Sum:
             yield merged
 
 
+def _client_left(request: Any, client_address: Any) -> None:
+    log.debug("a request for metrics by %s ended", client_address, exc_info=True)
+
+
 @contextmanager
 def serve_metrics(
     port: int | None, host: str, url: str, queue: str, *, lease_s: float, processes: bool = False
@@ -146,6 +155,10 @@ def serve_metrics(
             server, thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
             raise UsageError(f"metrics cannot be served on {host}:{port}: {error.strerror or error}") from None
+        # Each connection has a thread, which a client that sends nothing would keep for good.
+        handler: Any = server.RequestHandlerClass
+        server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _CLIENT_TIMEOUT_S})
+        server.handle_error = _client_left  # type: ignore[method-assign]
         stack.callback(thread.join)
         stack.callback(server.server_close)
         stack.callback(server.shutdown)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -181,7 +183,10 @@ def test_counts_of_this_process_and_of_others_are_one_series() -> None:
     assert value(page, "embedq_stage_duration_seconds_count", stage="embed") >= 1
 
 
-def test_without_a_port_nothing_is_opened_and_a_taken_one_is_an_error() -> None:
+def test_without_a_port_nothing_is_opened_and_a_taken_one_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with serve_metrics(None, "127.0.0.1", "unix:///nowhere.sock", "q", lease_s=5, processes=True) as folder:
         assert folder is None
     port = free_port()
@@ -191,4 +196,20 @@ def test_without_a_port_nothing_is_opened_and_a_taken_one_is_an_error() -> None:
         serve_metrics(port, "127.0.0.1", "unix:///nowhere.sock", "q", lease_s=5),
     ):
         pass
-    assert not [each for each in Path(tempfile.gettempdir()).glob("embedq-metrics-*") if not any(each.iterdir())]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clients_that_send_nothing_or_leave_are_let_go_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("embedq_broker.metrics_server._CLIENT_TIMEOUT_S", 0.5)
+    port = free_port()
+    with serve_metrics(port, "127.0.0.1", "unix:///nowhere.sock", "q", lease_s=5):
+        for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost:"):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                client.sendall(sent)
+                assert client.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert value(scrape(port), "embedq_server_up") == 0
+    assert capfd.readouterr().err == ""
