@@ -52,7 +52,7 @@ class RunProgress:
 
     def note(self, sentence: str) -> None:
         """One sentence, above the bar."""
-        self._console.print(sentence, highlight=False, soft_wrap=True)
+        self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
 
     def show(self, snapshot: Snapshot) -> None:
         """Bring the display up to date."""

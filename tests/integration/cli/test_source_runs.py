@@ -47,8 +47,11 @@ def dataset(folder: Path) -> list[dict[str, Any]]:
 def test_a_directory_of_several_kinds_and_a_csv_file_become_the_same_dataset(model: Path, tmp_path: Path) -> None:
     for kind in ("directory", "csv.zst"):
         source = KINDS[kind](tmp_path / "in" / kind, GIVEN)
+        if source.is_dir():
+            (source / "notes [draft].xyz").touch()
         done = embedq("run", source, "-o", tmp_path / kind, "--model", model, *KEPT)
         assert done.status == 0, done.err
+        assert not source.is_dir() or "/notes [draft].xyz (1 in all)" in done.err
         assert_complete(tmp_path / kind, [str(document["id"]) for document in GIVEN])
     assert dataset(tmp_path / "directory") == dataset(tmp_path / "csv.zst")
     schema = pq.read_table(tmp_path / "directory").schema
