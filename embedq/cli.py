@@ -86,10 +86,9 @@ Sources = Annotated[
         help="Files, directories, globs, URLs, or - for standard input: JSONL, JSON, CSV, Parquet, Arrow, text.",
     ),
 ]
-RunName = Annotated[str, typer.Argument(help="A run's name, or the output directory of `embedq run`.")]
-OptionalRunName = Annotated[
-    str | None, typer.Argument(help="A run's name, or the output directory of `embedq run`. Without it: all runs.")
-]
+_A_RUN = "A run's name, or the output directory of `embedq run`."
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=_A_RUN)]
+OptionalRunName = Annotated[str | None, typer.Argument(metavar="RUN", help=f"{_A_RUN} Without it: all runs.")]
 
 
 class _Stop:
@@ -255,14 +254,15 @@ def _print_errors(letters: Iterable[DeadLetter], options: ErrorsOptions) -> None
 @app.command(cls=HelpfulCommand)
 @with_options(RetryOptions)
 def retry(
-    output: Annotated[Path, typer.Argument(help="Output directory of `embedq run`.")], options: RetryOptions
+    output: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory of `embedq run`.")],
+    options: RetryOptions,
 ) -> int:
     """Open a dataset again for its failed documents; the command that made it then sends just those."""
     from embedq.retry import reopen
 
     count = reopen(output, options.code)
     if count:
-        print(f"{count:,} failed documents are sent again by the embedq run command that made {output}")
+        print(f"{count:,} failed documents to send again: repeat the embedq run command that made {output}")
     else:
         print(f"{output} has no such failed documents")
     return 0

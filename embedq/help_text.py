@@ -13,6 +13,10 @@ _OTHER = "Options"
 class HelpfulCommand(TyperCommand):
     """A command whose options are listed under the titles of their `rich_help_panel`."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments as everybody writes them: SOURCE..., where newer releases of typer write {SOURCE}...."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each group of options, into `formatter`."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _OTHER: []}
@@ -22,6 +26,9 @@ class HelpfulCommand(TyperCommand):
                 continue
             is_argument = parameter.param_type_name == "argument"
             title = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or _OTHER
+            if is_argument:
+                # Releases of typer that show a type write it as Python does: SOURCE <list[str]>.
+                record = (record[0].partition(" <")[0], record[1])
             sections.setdefault(title, []).append(record)
         for title, records in sections.items():
             if records:

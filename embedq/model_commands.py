@@ -22,7 +22,7 @@ model_app = typer.Typer(
     name="model", help="Look into a checkpoint.", cls=HelpfulGroup, rich_markup_mode=None, no_args_is_help=True
 )
 Checkpoint = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="Checkpoint folder or hub id; instead of --model.")
+    str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id; instead of --model.")
 ]
 
 

@@ -102,6 +102,8 @@ class Options(BaseSettings):
             door = variable
         else:
             door = f"{name} in {TOML_FILE}"
+        if message.startswith(f"{door} "):
+            return message
         clause = message if message.startswith("must") else f"is refused: {message}"
         return f"{door} {clause}, found {str(first.get('input'))[:80]!r}"
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from embedq.dataset.search import Hit
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory that a run wrote.")]
-Question = Annotated[str | None, typer.Argument(help="What to look for; or --questions.")]
+Question = Annotated[str | None, typer.Argument(metavar="QUESTION", help="What to look for; or --questions.")]
 _BAR_COLUMNS = 40
 _TEXT_COLUMNS = 100
 
@@ -76,7 +76,7 @@ def _print_inspection(found: DatasetInspection) -> None:
             "fingerprint": facts.fingerprint[:12],
             "pooling": facts.pooling,
             "computed in": facts.dtype,
-            "prompt": repr(facts.prompt),
+            "prompt": repr(facts.prompt) if facts.prompt else "none",
             "max length": str(spec.encoding.max_length or "the model's"),
         },
     )
@@ -206,14 +206,18 @@ def compact(dataset: Directory, options: CompactOptions) -> int:
 
     done = compact_dataset(dataset, file_bytes=options.compact_file_bytes, grace_s=options.superseded_grace_s)
     if done.files_before == done.files_after and not done.rows_dropped:
-        print(f"{dataset}: {done.files_after:,} files, nothing to merge")
+        print(f"{dataset}: {_files(done.files_after)}, nothing to merge")
     else:
         dropped = f", {done.rows_dropped:,} doubled rows dropped" if done.rows_dropped else ""
-        print(f"{dataset}: {done.files_before:,} files became {done.files_after:,}{dropped}")
+        print(f"{dataset}: {_files(done.files_before)} became {done.files_after:,}{dropped}")
     if done.waiting_files:
         when = f"a later embedq compact removes {done.waiting_files:,} replaced files"
         print(f"{when}, once they are {options.superseded_grace_s:,.0f} s old")
     return 0
+
+
+def _files(count: int) -> str:
+    return f"{count:,} file{'' if count == 1 else 's'}"
 
 
 def add_to(app: typer.Typer) -> None:

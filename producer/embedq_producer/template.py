@@ -30,7 +30,7 @@ class Template:
                     raise UsageError(f"--template takes field names alone, found {{{field}}}")
                 parts.append((literal, field))
         except ValueError as error:
-            raise UsageError(f"--template is no template: {str(error).lower()}") from None
+            raise UsageError(f"--template cannot be read: {str(error).lower()}") from None
         if not any(field for _, field in parts):
             raise UsageError("--template names no field; write the fields' names in braces, as in '{title} {body}'")
         return cls(source, tuple(parts))

@@ -152,6 +152,7 @@ def test_help_fits_80_columns_and_explains_every_flag(
     shown = in_process(capsys, *command.split(), "--help")
     assert shown.status == 0
     assert max(map(len, shown.out.splitlines())) <= 80
+    assert not any(mark in shown.out.partition("Options:")[0] for mark in ("{", "<", "[["))
     words = shown.out.replace(",", " ").split()
     for name, field in COMMANDS[command].model_fields.items():
         flag = COMMANDS[command].flag(name).partition(",")[0]
@@ -205,6 +206,7 @@ def refused(shown: Finished, *parts: str) -> None:
         (("--metadata", "a", "--metadata", "a"), ("'a' is used twice",)),
         (("--id", "text"), ("'text' is used twice",)),
         (("--text", 'a"b'), ("holds a quote",)),
+        (("--template", "{a"), ("error: usage: --template cannot be read: expected '}'",)),
         (("--redis", "localhost"), ("'localhost' has no known scheme; use one of redis://",)),
         (("--redis", "redis://:hunter2@host:port"), ("redis://:***@host:port",)),
         (("--max-lenght", "5"), ("No such option: --max-lenght", "see embedq run --help")),

@@ -248,13 +248,14 @@ def test_the_run_of_a_compacted_dataset_is_complete_and_may_be_retried(
 
     said = embedq("compact", out, "--grace-s", 0)
     assert (said.status, said.out) == (0, f"{out}: {files} files became 1\n")
+    assert embedq("compact", out).out == f"{out}: 1 file, nothing to merge\n"
     again = embedq(*run)
     assert again.status == 3
     assert f"{out} is already complete" in again.err
     assert rows_in(open_dataset(out)) == before
     assert json.loads(embedq("status", out, "--json").out)["runs"][0]["published_files"] == 1
 
-    assert embedq("retry", out).out.startswith("2 failed documents are sent again")
+    assert embedq("retry", out).out.startswith("2 failed documents to send again")
     assert embedq_run(run) == 3
     assert rows_in(open_dataset(out)) == before
     assert [line["code"] for line in map(json.loads, embedq("errors", out, "--json").out.splitlines())] == [
