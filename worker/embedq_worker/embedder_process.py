@@ -115,7 +115,8 @@ def _serve(
         writer.start()
     prefetcher.start()
     janitor.start()
-    log.info("embedder ready on %s: %s", engine.device, dict(engine.description))
+    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in engine.description.items() if value)
+    log.info("embedder ready: %s", facts)
     ready()
     try:
         under_way: Settling | None = None

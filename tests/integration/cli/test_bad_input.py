@@ -185,7 +185,7 @@ def test_a_model_that_is_none_is_refused(model: Path, tmp_path: Path, capsys: py
         (corpus, "is a file; expected a checkpoint folder or a hub id"),
         (empty, "config.json is missing"),
         (translator, "is an encoder-decoder (t5)"),
-        ("nobody/nothing", "nobody/nothing"),
+        ("nobody/nothing", "no folder"),
         ("a b", "'a b'"),
     ):
         shown = in_process(capsys, "run", corpus, "-o", "out", "--model", name)

@@ -50,7 +50,7 @@ def _download(model: str, revision: str | None) -> Path:
     except errors.HFValidationError as error:
         raise ModelError(f"{model!r} is neither a folder nor a valid hub id: {error}") from None
     except (OSError, errors.LocalEntryNotFoundError, errors.HfHubHTTPError) as error:
-        raise ModelError(f"cannot download {model!r} and it is not in the local cache: {error}") from None
+        raise ModelError(f"{model!r} is no folder here, not cached, and cannot be downloaded: {error}") from None
     except Exception as error:
         # The hub client raises its HTTP library's own classes where it cannot connect.
         raise ModelError(f"cannot download {model!r}: {type(error).__name__}: {error}") from None

@@ -111,7 +111,7 @@ def _complete(client: redis.Redis, keys: Keys, registry: Registry, dataset: Data
     fault_point("finish.marked")
     registry.transition(run, done, [state.status])
     fault_point("finish.done")
-    log.info("run %s %s: %d rows in %d files", run, done, rows, len(files))
+    log.info("run %s %s: rows %d, files %d", run, done, rows, len(files))
     return True
 
 
