@@ -88,6 +88,14 @@ class CorpusOptions(Options):
         types = tuple(given or own for (_, given), own in zip(columns, found, strict=True))
         return replace(options, metadata_types=types)
 
+    def notes(self) -> list[str]:
+        """A sentence about each flag that may not say what was meant: JSON has no schema to refuse a field by."""
+        return [
+            f"--metadata {column} is read as a field of that name, for {column.rpartition(':')[2]!r} is no type"
+            for column in self.metadata
+            if ":" in column and _named_type(column)[1] is None
+        ]
+
     def corpus_identity(self, corpus: Corpus) -> str:
         """What a run resumes with: the content, and how it is read."""
         identity = f"{corpus.identity}:{self.id_field}:{self.text_field}"

@@ -43,7 +43,7 @@ def produce_corpus(
     corpus = options.open_corpus(sources)
     read_options = options.read_options(corpus)
     identity = options.corpus_identity(corpus)
-    if note := left_out(corpus):
+    for note in (*filter(None, [left_out(corpus)]), *options.notes()):
         on_note(note)
     client = connect(options.redis_url, role="producer")
     with broker_errors(options.redis_url), options.metrics(options.broker()):

@@ -130,7 +130,7 @@ def run_corpus(
                 # Left by a command that was killed after its last step.
                 shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
             return finished
-    if note := left_out(corpus):
+    for note in (*filter(None, [left_out(corpus)]), *options.notes()):
         on_note(note)
     watching = Watching(stopping, on_progress, on_note)
     update = (options.incremental or options.reindex) and owner is not None and not _holds_nothing(dataset)

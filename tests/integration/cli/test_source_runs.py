@@ -105,6 +105,19 @@ def test_types_lists_and_made_texts_reach_the_dataset_and_its_errors_name_their_
     assert "made with other options (corpus)" in other.sentence
 
 
+def test_a_misspelt_type_of_metadata_is_said_to_be_read_as_a_fields_name(model: Path, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", [{"id": "a", "text": "x", "year": 1, "dc:title": "t"}])
+    run = ("run", corpus, "-o", tmp_path / "out", "--model", model, "--engine", "null")
+    done = embedq(*run, "--metadata", "year:integer", "--metadata", "dc:title", "--metadata", "year:int64")
+    assert done.status == 0
+    assert [line for line in done.err.splitlines() if line.startswith("--metadata")] == [
+        "--metadata year:integer is read as a field of that name, for 'integer' is no type",
+        "--metadata dc:title is read as a field of that name, for 'title' is no type",
+    ]
+    (row,) = dataset(tmp_path / "out")
+    assert (row["year:integer"], row["dc:title"], row["year"]) == (None, "t", 1)
+
+
 def test_standard_input_is_a_source_and_the_same_input_is_recognised(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
