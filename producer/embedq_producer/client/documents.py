@@ -62,7 +62,8 @@ class _Job:
                 **{name: pa.array(values, METADATA_TYPE) for name, values in self._metadata.items()},
             }
         except UnicodeEncodeError as error:
-            span = f"documents {self._start} to {self._start + count - 1}"
+            first, last = self._start, self._start + count - 1
+            span = f"documents {first} to {last}" if count > 1 else f"document {first}"
             raise UsageError(f"a string in {span} is not valid Unicode: {error.reason}") from None
         return pa.RecordBatch.from_pydict(columns)
 
@@ -123,7 +124,7 @@ def _value(item: Any, index: int) -> tuple[_Kind, Any]:
             raise UsageError(f"document {index} needs either a text or input_ids")
         if "text" in item:
             if not isinstance(item["text"], str):
-                raise UsageError(f"the text of document {index} is a {type(item['text']).__name__}, not a string")
+                raise UsageError(f"the text of document {index} is of type {type(item['text']).__name__}, not a string")
             return "text", item["text"]
         item = item["input_ids"]
     return "input_ids", _token_ids(item, index)
@@ -131,7 +132,7 @@ def _value(item: Any, index: int) -> tuple[_Kind, Any]:
 
 def _token_ids(item: Any, index: int) -> np.ndarray[Any, Any]:
     if isinstance(item, str | bytes) or not isinstance(item, Sequence | np.ndarray):
-        raise UsageError(f"document {index} is a {type(item).__name__}, not a string or a list of token ids")
+        raise UsageError(f"document {index} is of type {type(item).__name__}, not a string or a list of token ids")
     try:
         ids = np.asarray(item)
     except (ValueError, OverflowError):
@@ -154,7 +155,7 @@ def _id(fields: Mapping[str, Any], given: Iterator[str] | None, index: int) -> s
         if document_id is None:
             raise UsageError(f"there are only {index} ids for more texts")
     if not isinstance(document_id, str):
-        raise UsageError(f"the id of document {index} is a {type(document_id).__name__}, not a string")
+        raise UsageError(f"the id of document {index} is of type {type(document_id).__name__}, not a string")
     return document_id
 
 

@@ -158,7 +158,7 @@ class Outbox:
         try:
             self._registry.cancel_many(runs)
         except (RedisError, EmbedqError) as error:
-            log.warning("cannot cancel %d runs whose results nobody waits for: %s", len(runs), error)
+            log.warning("cannot cancel what nobody waits for (runs: %d): %s", len(runs), error)
 
     def _settle(self, item: _Item, send: Callable[[_Item], float | None], again: list[_Item]) -> None:
         try:
