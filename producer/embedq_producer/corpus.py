@@ -24,6 +24,7 @@ from .places import (
     describe_os_error,
     remote_filesystem,
     standard_input,
+    without_secrets,
 )
 from .streams import ByteStream
 
@@ -47,6 +48,11 @@ class SourceFile:
     def name(self) -> str:
         """As a person calls it."""
         return self.place.name
+
+    @property
+    def shown_label(self) -> str:
+        """`label` without secrets."""
+        return without_secrets(self.label)
 
     def check_unchanged(self) -> None:
         """Raise InputError if it is not what it was when the corpus was put together."""
@@ -118,7 +124,8 @@ def open_corpus(sources: Sequence[str | Path], format: Format | None = None) -> 
         known = [file for file in found if not isinstance(file, str)]
         left_out += [file for file in found if isinstance(file, str)]
         if not known:
-            raise InputError(f"The corpus {source} holds no file of a known format; name the files, or give --format.")
+            shown = without_secrets(source)
+            raise InputError(f"The corpus {shown} holds no file of a known format; name the files, or give --format.")
         files += known
     return Corpus(tuple(files), tuple(left_out))
 
@@ -239,8 +246,11 @@ def _remote_files(url: str, format: Format | None) -> Iterator[SourceFile | str]
     filesystem, key = remote_filesystem(url)
     scheme = url.partition("://")[0]
 
+    def whole(found: str) -> str:
+        return found if "://" in found else f"{scheme}://{found.lstrip('/')}"
+
     def at(found: str) -> RemoteFile:
-        return RemoteFile(filesystem, found, found if "://" in found else f"{scheme}://{found.lstrip('/')}")
+        return RemoteFile(filesystem, found, without_secrets(whole(found)))
 
     try:
         if has_magic(key):
@@ -250,11 +260,11 @@ def _remote_files(url: str, format: Format | None) -> Iterator[SourceFile | str]
         else:
             keys, base = [key], None
     except Exception as error:  # the libraries behind fsspec each have exceptions of their own
-        raise InputError(f"The corpus {url} cannot be listed: {' '.join(str(error).split())[:200]}.") from error
+        raise InputError(f"The corpus {without_secrets(url)} cannot be listed: {describe_os_error(error)}.") from error
     if not keys:
-        raise InputError(f"The corpus {url} matches no file.")
+        raise InputError(f"The corpus {without_secrets(url)} matches no file.")
     for found in keys:
         if base is None:
-            yield _source(at(found), at(found).name, format)
+            yield _source(at(found), whole(found), format)
         elif not any(part.startswith((".", "_")) for part in found.removeprefix(base).split("/")):
             yield from _if_known(at(found), found.removeprefix(base), format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ PEEK_BYTES = 1 << 20
 
 _MARKS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "created")
 """What file systems call the thing that changes with a file's content."""
+_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s]*@")
+_QUERY_VALUE = re.compile(r"((?<=[?&])[^\s=&?]+=)[^\s&'\"]+")
 _ARROW_SCHEMES = {"gcs": "gs", "s3a": "s3", "az": "abfs"}
 
 
@@ -104,7 +107,7 @@ class RemoteFile:
     key: str
     """Its path inside the file system."""
     name: str
-    """Its URL."""
+    """Its URL, without secrets."""
     path: ClassVar[None] = None
     repeatable: ClassVar[bool] = True
 
@@ -192,7 +195,12 @@ def open_file(path: Path) -> BinaryIO:
 def describe_os_error(error: Exception) -> str:
     """The system's own words without errno and path, to be put into a sentence."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(text.split())[:300].rstrip(".").lower()
+    return without_secrets(" ".join(text.split()))[:300].rstrip(".").lower()
+
+
+def without_secrets(text: str) -> str:
+    """`text` without what opens doors in the URLs in it: passwords, and values of queries, which may be signatures."""
+    return _QUERY_VALUE.sub(r"\1***", _PASSWORD.sub(r"\1:***@", text))
 
 
 def remote_filesystem(url: str) -> tuple[Any, str]:
@@ -216,9 +224,9 @@ def remote_filesystem(url: str) -> tuple[Any, str]:
         except (pa.ArrowException, ValueError, OSError):
             raise UsageError(f"{scheme}:// needs another package: {describe_os_error(error)}") from None
     except ValueError as error:
-        raise UsageError(f"{url} cannot be read: {describe_os_error(error)}") from None
+        raise UsageError(f"{without_secrets(url)} cannot be read: {describe_os_error(error)}") from None
     except Exception as error:  # the libraries behind fsspec each have exceptions of their own
-        raise InputError(f"The corpus {url} cannot be reached: {describe_os_error(error)}.") from error
+        raise InputError(f"The corpus {without_secrets(url)} cannot be reached: {describe_os_error(error)}.") from error
 
 
 @contextmanager

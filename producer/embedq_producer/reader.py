@@ -143,7 +143,7 @@ def _pieces(corpus: Corpus, options: ReadOptions, start: Position) -> Iterator[P
             check_cut(beginning, start, file.name)
         for piece in _read_file(file, beginning, options, cut):
             if len(corpus.files) > 1:
-                piece.files = ((piece.start.ordinal, file.label),)
+                piece.files = ((piece.start.ordinal, file.shown_label),)
             yield piece
             ordinal = piece.end.ordinal
         file.check_unchanged()
@@ -225,9 +225,9 @@ def _whole_file(file: SourceFile, stream: ByteStream, options: ReadOptions, star
     rejects = []
     if size > longest:
         message = f"the file has more than max_line_bytes = {longest} bytes"
-        rejects = [Reject(start.ordinal, 1, file.label, DocumentErrorCode.LINE_TOO_LONG, message)]
+        rejects = [Reject(start.ordinal, 1, file.shown_label, DocumentErrorCode.LINE_TOO_LONG, message)]
     elif not is_utf8(body):
-        rejects = [Reject(start.ordinal, 1, file.label, DocumentErrorCode.INVALID_UTF8, "the file is not UTF-8")]
+        rejects = [Reject(start.ordinal, 1, file.shown_label, DocumentErrorCode.INVALID_UTF8, "the file is not UTF-8")]
     count = 0 if rejects else 1
     return Piece(
         start=start,

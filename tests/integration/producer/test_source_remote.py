@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import fsspec
 import pytest
 from embedq_producer.blocks import CorpusBlock, ReadOptions
 from embedq_producer.corpus import open_corpus
+from embedq_producer.places import without_secrets
 from embedq_producer.reader import metadata_types, read_corpus
 from embedq_schemas.errors import InputError, UsageError
 from object_store import object_store
@@ -105,6 +107,43 @@ def test_a_web_server_is_read(tmp_path: Path) -> None:
         blocks = list(read_corpus(open_corpus([f"{base}/c.csv"]), options=ReadOptions()))
         assert ids(blocks) == [document["id"] for document in GIVEN]
         web.shutdown()
+
+
+def test_passwords_and_signatures_in_urls_are_shown_to_nobody(tmp_path: Path) -> None:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Nothing is logged."""
+
+    (tmp_path / "a.jsonl").write_bytes(b"broken\n" + jsonl(GIVEN[:3]))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path))) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        base = f"http://me:hunter2@127.0.0.1:{web.server_address[1]}"
+        corpus = open_corpus([f"{base}/a.jsonl?X-Signature=abc123&part={part}" for part in (1, 2)])
+        rejects = [reject for block in read_corpus(corpus, options=ReadOptions()) for reject in block.rejects]
+        assert [reject.code for reject in rejects if reject.code == "invalid_json"] == ["invalid_json"] * 2
+        with pytest.raises(InputError) as missing:
+            open_corpus([f"{base}/none.jsonl?X-Signature=abc123"])
+        with pytest.raises(InputError) as dead:
+            open_corpus([f"{base.rpartition(':')[0]}:1/none.jsonl?X-Signature=abc123"])
+        web.shutdown()
+    shown = f"{corpus.name} {[file.name for file in corpus.files]} {rejects} {missing.value} {dead.value}"
+    assert "http://me:***@127.0.0.1" in shown
+    assert "X-Signature=***" in shown
+    assert not {"hunter2", "abc123"} & set(re.findall(r"\w+", shown))
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("s3://bucket/a@b.jsonl", "s3://bucket/a@b.jsonl"),
+        ("/data/a=b/x?y.jsonl", "/data/a=b/x?y.jsonl"),
+        ("403, url='https://h/a?sig=x%2F&b=c'", "403, url='https://h/a?sig=***&b=***'"),
+        ("az://user:p@ss@host/a", "az://user:***@host/a"),
+    ],
+    ids=["at", "path", "sentence", "at in password"],
+)
+def test_what_is_no_secret_is_shown(given: str, shown: str) -> None:
+    assert without_secrets(given) == shown
 
 
 def test_s3_is_read_over_http_by_arrows_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
