@@ -146,8 +146,13 @@ def produce(sources: Sources, options: ProduceOptions) -> int:
     _say(out, f"run {state.spec.run}: {state.counters.input:,} documents sent, status {state.status}")
     if state.error:
         _say(err, f"error: run_failed: {state.error}")
-    elif options.wait:
+        return status
+    if options.wait:
         _say(err, display.summary(state))
+    if state.counters.failed and options.wait:
+        _say(err, f"to see the failed documents: embedq errors {state.spec.run}")
+    if options.output is None:
+        _say(err, f"to see the vectors: embedq results {state.spec.run}")
     return status
 
 

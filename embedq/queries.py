@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.errors import read_errors
 from redis.exceptions import RedisError
 
+from embedq.dataset.export.jsonl import json_lines
 from embedq.display import state_json
 
 
@@ -114,9 +114,7 @@ def print_dataset(
 
 
 def _print_batch(batch: VectorBatch, out: TextIO) -> None:
-    rows = batch.table.drop_columns(["text_sha256", "vector"]).to_pylist()
-    for row, numbers in zip(rows, batch.vectors.tolist(), strict=True):
-        out.write(json.dumps({**row, "vector": numbers}, ensure_ascii=False, default=str) + "\n")
+    out.writelines(json_lines(batch.table.drop_columns(["text_sha256"])))
 
 
 def errors_of(client: redis.Redis, keys: Keys, run: str) -> Iterator[DeadLetter]:

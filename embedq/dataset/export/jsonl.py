@@ -24,10 +24,11 @@ def export_jsonl(reader: DatasetReader, output: Path, *, replace: bool) -> None:
     """Write the file `output`; raises OutputError, StorageError."""
     with whole(output, replace=replace, directory=False) as path, path.open("w", encoding="utf-8") as file:
         for batch in reader.batches(order="input", batch_rows=min(reader.batch_rows, 4096)):
-            file.writelines(_lines(batch))
+            file.writelines(json_lines(batch))
 
 
-def _lines(batch: pa.RecordBatch) -> Iterator[str]:
+def json_lines(batch: pa.RecordBatch) -> Iterator[str]:
+    """A JSON object and a line end for each row; numbers of vectors with the fewest digits that read back to them."""
     vectors = _joined(VectorBatch(batch).vectors).to_pylist()
     for row, numbers in zip(batch.drop_columns(["vector"]).to_pylist(), vectors, strict=True):
         yield f'{json.dumps(row, ensure_ascii=False, default=_hex)[:-1]}, "vector": [{numbers}]}}\n'

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import (
     assert_complete,
@@ -105,6 +106,7 @@ def test_results_stay_in_redis_two_queues_serve_two_models_and_neither_takes_the
     workplace.mkdir()
     sent = in_process(capsys, "produce", corpus, *url, "--queue", "a", "--run", "first")
     assert (sent.status, sent.out) == (0, "run first: 61 documents sent, status in_progress\n")
+    assert sent.sentence == "to see the vectors: embedq results first"
     follower = start("results", "first", *url, "--queue", "a", "--follow")
     start_worker(own_server, model, "--queue", "a", cwd=workplace)
     start_worker(own_server, other_model, "--queue", "b", cwd=workplace)
@@ -112,6 +114,7 @@ def test_results_stay_in_redis_two_queues_serve_two_models_and_neither_takes_the
     followed = finish(follower)
     assert followed.status == 0, followed.err
     by_id = {row["id"]: row["vector"] for row in json_lines(followed.out)}
+    assert all(float(str(np.float32(number))) == number for vector in by_id.values() for number in vector)
     assert sorted(by_id) == sorted(document["id"] for document in given)
     cursor = followed.sentence.removeprefix("cursor: ")
     rest = in_process(capsys, "results", "first", *url, "--queue", "a", "--after", cursor)
@@ -127,6 +130,7 @@ def test_results_stay_in_redis_two_queues_serve_two_models_and_neither_takes_the
     other = in_process(capsys, "produce", corpus, *url, "--queue", "b", "--run", "first", "--wait")
     assert other.status == 3
     assert "60 vectors of 61 documents, 1 failed" in other.err
+    assert "to see the failed documents: embedq errors first\n" in other.err
     others = json_lines(in_process(capsys, "results", "first", *url, "--queue", "b").out)
     assert all(row["vector"] != by_id[row["id"]] for row in others)
     differing = in_process(capsys, "produce", corpus, *url, "--queue", "b", "--run", "first", "--prompt", "p")
