@@ -41,7 +41,7 @@ class WorkerSettings(BaseModel):
         gt=0,
         le=3600,
         description="Seconds after which rows are written to a file although it is not full; "
-        "a killed worker repeats at most this much work.",
+        "progress counts written rows, a killed worker repeats at most this much work.",
     )
     grace_s: float = Field(30.0, gt=0, le=3600, description="Seconds a worker may take to finish on SIGTERM or Ctrl-C.")
     storage_patience_s: float = Field(
