@@ -87,19 +87,20 @@ def usable_cores() -> int:
 def choose_product_threads(cores: int, dtype: torch.dtype) -> int:
     """Threads for matrix products: all cores, or half of them where the rest add little, as measured in half a second.
 
-    Virtual machines often show two hyperthreads of one core as two cores; both then share one matrix unit.
+    Virtual machines often show two hyperthreads of one core as two cores; both then share one matrix unit. What is
+    measured is processor time: on a busy machine the clock would tell how long threads waited for a processor.
     """
     if cores == 1:
         return 1
     x, weight = torch.ones(2048, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
     best: dict[int, float] = {}
     with torch.inference_mode():
-        for _ in range(9):  # the best of several: other processes only ever make it slower
+        for _ in range(9):  # the best of several: what else happens only ever makes it slower
             for count in (cores, cores // 2):
                 torch.set_num_threads(count)
-                start = time.perf_counter()
+                start = time.process_time()
                 F.linear(x, weight)
-                best[count] = min(best.get(count, math.inf), time.perf_counter() - start)
+                best[count] = min(best.get(count, math.inf), (time.process_time() - start) / count)
     # Two real cores are nearly twice as fast as one. A small gain means shared hardware, where every product would
     # also wait for the slower thread.
     return cores if 1.2 * best[cores] < best[cores // 2] else cores // 2
