@@ -71,7 +71,12 @@ class Generation:
     @property
     def complete(self) -> bool:
         """Whether it is to take the place of the dataset."""
-        return self.dataset.success.exists()
+        return self.dataset.success.exists() and not self.empty
+
+    @property
+    def empty(self) -> bool:
+        """Whether it is over without a vector, where the dataset has some: more likely a mistake than a wish."""
+        return self.dataset.success.exists() and not _rows(self.dataset) and _rows(self.base) > 0
 
     @property
     def is_left_over(self) -> bool:
@@ -100,7 +105,7 @@ class Generation:
     def _replace(self, spec: RunSpec) -> None:
         base, fresh = self.base, self.dataset
         files = list(read_manifest(fresh.path).values())
-        before = sum(file.rows for file in read_manifest(base.path).values())
+        before = _rows(base)
         for file in files:
             if (fresh.path / file.name).exists():
                 os.replace(fresh.path / file.name, base.path / file.name)
@@ -171,6 +176,10 @@ def require_same_vectors(older: DatasetReader, wanted: RunSpec, dtype: str) -> s
             "--reindex computes all of them anew, and readers see the old ones until then"
         )
     return dtype
+
+
+def _rows(dataset: Dataset) -> int:
+    return sum(file.rows for file in read_manifest(dataset.path).values())
 
 
 def _moved(spec: RunSpec, path: Path) -> RunSpec:

@@ -47,6 +47,7 @@ from embedq_worker.sinks.dataset import (
     require_free,
     require_writable,
 )
+from embedq_worker.sinks.errors import read_errors
 from embedq_worker.sinks.finish import finish_run
 from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_slots
 from redis.exceptions import RedisError
@@ -204,6 +205,14 @@ def _replace(
     state = _complete(
         corpus, read_options, options, generation.dataset, fresh, checkpoint, slots, watching, older, before
     )
+    if generation.empty:
+        first = next(iter(read_errors(generation.dataset)), None)
+        generation.drop()
+        why = f" ({first.code}: {first.message})" if first is not None else ""
+        raise OutputError(
+            f"no document of the corpus {corpus.name} has a vector{why}, so {dataset.path} would lose all of its own; "
+            "it stays as it is; remove it first if that is meant"
+        )
     if state.status is RunStatus.COMPLETED:
         generation.switch()
         spec = dataset.run_spec()

@@ -169,6 +169,24 @@ def test_files_whose_rows_all_stay_are_taken_over_as_they_are(model: Path, tmp_p
     assert_complete(out, [document["id"] for document in before[:-600]])
 
 
+def test_an_update_that_would_leave_no_vector_is_refused_though_it_is_killed_and_the_dataset_stays(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = corpus_of(8, 8)
+    out = tmp_path / "out"
+    corpus = write_corpus(tmp_path / "c.jsonl", given)
+    assert embedq(*command(corpus, out, model)).status == 0
+    misspelt = command(corpus, out, model, "--incremental", "--text", "txet")
+    emptied = command(write_corpus(tmp_path / "none.jsonl", []), out, model, "--reindex")
+    for arguments, words in ((misspelt, "has a vector (missing_text: "), (emptied, "has a vector, so")):
+        assert len(list(killed_at(["finish.done"], tmp_path / words[-8:].strip(), *arguments))) == 1
+        assert (out / "_next" / "_SUCCESS").exists()
+        refused = in_process(capsys, *arguments)
+        assert (refused.status, words in refused.err) == (2, True), refused.err
+        assert not (out / "_next").exists()
+        assert_complete(out, [document["id"] for document in given])
+
+
 def test_another_model_is_refused_until_reindex_which_readers_see_when_it_is_complete(
     model: Path, other_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
