@@ -46,6 +46,7 @@ from embedq.options import (
     WorkerOptions,
 )
 from embedq.params import with_options
+from embedq.printable import printable
 from embedq.serve import ServeOptions
 
 app = typer.Typer(
@@ -253,7 +254,8 @@ def _print_errors(letters: Iterable[DeadLetter], options: ErrorsOptions) -> None
         else:
             where = f"line {letter.line}" if letter.line else f"document {letter.ordinal}"
             where = f"{letter.file}, {where}" if letter.file else where
-            print(where, letter.id or "-", letter.stage, letter.code, letter.message, sep="\t")
+            parts = (where, letter.id or "-", letter.stage, letter.code, letter.message)
+            print(*map(printable, parts), sep="\t")
 
 
 @app.command(cls=HelpfulCommand)

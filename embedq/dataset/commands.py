@@ -18,6 +18,7 @@ from embedq.dataset.options import CompactOptions, ExportOptions, InspectOptions
 from embedq.dataset.reader import DatasetReader, open_dataset
 from embedq.help_text import HelpfulCommand
 from embedq.params import with_options
+from embedq.printable import printable
 
 if TYPE_CHECKING:
     from embedq_worker.checkpoint import Checkpoint
@@ -185,7 +186,7 @@ def _print_hits(question: str | None, hits: Sequence[Hit]) -> None:
         if text is not None:
             line = " ".join(text.split())
             facts.append(line if len(line) <= _TEXT_COLUMNS else f"{line[:_TEXT_COLUMNS]}...")
-        print("  ".join(facts))
+        print("  ".join(map(printable, facts)))
 
 
 @with_options(ExportOptions)
