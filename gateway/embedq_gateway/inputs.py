@@ -244,7 +244,7 @@ def _value(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, param: str) -> T:
 
 def _refusal(error: Any, param: str) -> ApiError:
     """msgspec's words as an answer that names the field."""
-    if isinstance(error, UnicodeDecodeError):
+    if isinstance(error, UnicodeDecodeError) or "Invalid UTF-8" in str(error):
         return ApiError(400, "invalid_utf8", "The body is not UTF-8, or escapes half a character.", param=param or None)
     if isinstance(error, RecursionError):
         return ApiError(400, "invalid_json", "The body is nested too deeply.", param=param or None)

@@ -160,3 +160,10 @@ def test_only_the_served_model_and_its_aliases_exist() -> None:
         with pytest.raises(ApiError) as refused:
             check_model(name, MODEL, ("alias",))
         assert refused.value.status == 404
+
+
+@pytest.mark.parametrize("body", [b'{"\xff": 1}', b'{"model": "\xff", "input": "a"}'], ids=["name", "text"])
+def test_bytes_that_are_no_utf8_are_called_that(body: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        embeddings_request(body)
+    assert refused.value.code == "invalid_utf8"
