@@ -78,6 +78,11 @@ class Embedding:
         self._packed = PackedBatch(batch.input_ids, batch.cu_seqlens)
         self._flight = launch(engine, self._packed, dimensions=encoding.dimensions, normalize=normalize)
 
+    @property
+    def background(self) -> bool:
+        """Whether another batch may be launched before this one's outcome is known."""
+        return self._flight.background
+
     def most_done(self) -> None:
         """Return when the next batch should be launched."""
         self._flight.most_done()

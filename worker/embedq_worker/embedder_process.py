@@ -118,6 +118,11 @@ def _serve(
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in engine.description.items() if value)
     log.info("embedder ready: %s", facts)
     ready()
+
+    def hand_over(settling: Settling) -> None:
+        if (embedded := settling.outcome()) is not None:
+            writer.submit(embedded)
+
     try:
         under_way: Settling | None = None
         while not stop.is_set() or under_way is not None:
@@ -131,9 +136,14 @@ def _serve(
                 progress.enter("idle")
                 continue
             progress.enter("working")
+            # A batch whose turn may end the process must not take finished work with it.
+            overlaps = under_way is not None and under_way.background and fetched and fetched.entry.deliveries == 1
+            if under_way is not None and not overlaps:
+                hand_over(under_way)
+                under_way = None
             following = None if fetched is None else embedder.begin(fetched)
-            if under_way is not None and (embedded := under_way.outcome()) is not None:
-                writers[embedded.entry.lane].submit(embedded)
+            if under_way is not None:
+                hand_over(under_way)
             under_way = following
         progress.enter("draining")
         prefetcher.stop()
@@ -148,7 +158,10 @@ def _serve(
 
 
 class Settling(Protocol):
-    """A batch on its way to its outcome."""
+    """A batch on its way to its outcome; in the `background` if the next may begin before it is there."""
+
+    @property
+    def background(self) -> bool: ...
 
     def most_done(self) -> None:
         """Return when the next batch should begin."""
@@ -162,6 +175,7 @@ class Settled:
     """A batch that has its outcome."""
 
     embedded: Embedded | None
+    background: bool = False
 
     def most_done(self) -> None:
         """Nothing is under way."""

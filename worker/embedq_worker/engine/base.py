@@ -60,7 +60,9 @@ class Engine(Protocol):
 
 
 class Flight(Protocol):
-    """A batch under way."""
+    """A batch under way; in the `background` if another may be launched before its result is taken."""
+
+    background: bool
 
     def most_done(self) -> None:
         """Return once half of it has run: a batch launched then keeps the device busy, and urgent work can go first."""
@@ -79,6 +81,8 @@ class Launching(Protocol):
 
 class Foreground:
     """A batch that is computed by the thread that asks for it."""
+
+    background = False
 
     def __init__(self, encode: Callable[[], NDArray[np.float32]]) -> None:
         self._encode = encode

@@ -38,6 +38,8 @@ class LayerMark:
 class GpuFlight:
     """Vectors float32 [n, dimensions] on their way to the host."""
 
+    background = True
+
     def __init__(
         self,
         vectors: Tensor,
