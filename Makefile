@@ -1,7 +1,8 @@
 # embedq: every task is one word. `make` alone lists them.
 
 PYTHON ?= python3
-WORKERS ?= 2
+# Most tests wait for processes and servers, so more of them than cores run at once.
+WORKERS ?= 4
 MINUTES ?= 30
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +37,7 @@ test test-long chaos chaos-long: export OPENBLAS_NUM_THREADS := 1
 test test-long chaos chaos-long: export RAYON_NUM_THREADS := 1
 test test-long chaos chaos-long: export TOKENIZERS_PARALLELISM := false
 
-test: $(INSTALLED) tokenizer ## run the test suite (WORKERS=2 processes)
+test: $(INSTALLED) tokenizer ## run the test suite (WORKERS=4 processes)
 	@echo "Running the tests ..."
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
 

@@ -18,7 +18,8 @@ from servers import KINDS, ServerMissingError, server_binary
 
 KEY = "embedq:{q}:key"
 OWNER = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from pathlib import Path
 from embedq_broker.connect import connect
 from embedq_broker.embedded import EmbeddedServer
