@@ -138,12 +138,15 @@ class Consumer:
             self.ensure_groups()
             return []
         pairs: Iterable[Any] = reply or ()
-        return [
-            self._fresh(parse_entry(text(stream), self._lanes[text(stream)], entry_id, fields, 1))
+        fresh = (
+            parse_entry(text(stream), self._lanes[text(stream)], entry_id, fields, 1)
             for stream, entries in pairs
             for entry_id, fields in entries
             if fields is not None
-        ]
+        )
+        # A server that lost its latest history may deliver again what is in hand: the lease is the one we have, and a
+        # commit of both copies would count their documents twice.
+        return [self._fresh(entry) for entry in fresh if not self._holds(entry)]
 
     def claim_expired(self, lane: Lane, *, count: int) -> list[Entry]:
         """Take over up to `count` entries of `lane` whose lease ran out, with their delivery counts raised."""
@@ -232,6 +235,10 @@ class Consumer:
         with self._lock:
             self._held[entry.stream, entry.id] = entry.deliveries
         return entry
+
+    def _holds(self, entry: Entry) -> bool:
+        with self._lock:
+            return self._held.get((entry.stream, entry.id)) == entry.deliveries
 
     def _fresh(self, entry: Entry) -> Entry:
         metrics.waited(self.stage, entry.lane, entry.id)

@@ -362,3 +362,21 @@ def test_a_foreign_entry_is_read_with_its_fault_and_can_be_settled(queue: Queue)
     assert Commit(consumer, inputs=[entry]).send(queue.client).outcome is CommitOutcome.OK
     assert queue.client.xlen(queue.keys.jobs(Lane.BULK)) == 0
     assert queue.keys.bytes.encode() not in dump(queue.client)
+
+
+def test_what_is_in_hand_is_not_taken_twice_from_a_server_that_forgot_delivering_it(queue: Queue) -> None:
+    spec = queue.run()
+    queue.send(spec, documents=3)
+    consumer = queue.consumer()
+    (entry,) = queue.take(consumer)
+    # A replica that took over before it heard of the delivery.
+    queue.client.xack(entry.stream, Stage.TOKENIZE, entry.id)
+    queue.client.xgroup_setid(entry.stream, Stage.TOKENIZE, "0")
+    assert queue.take(consumer) == []
+    assert holder(queue, entry.stream, entry.id) == (consumer.name, 1)
+    # The lease is good for one commit; a copy that was dropped meanwhile comes again.
+    consumer.forget([entry])
+    queue.client.xack(entry.stream, Stage.TOKENIZE, entry.id)
+    queue.client.xgroup_setid(entry.stream, Stage.TOKENIZE, "0")
+    (again,) = queue.take(consumer)
+    assert Commit(consumer, inputs=[again]).send(queue.client).outcome is CommitOutcome.OK
