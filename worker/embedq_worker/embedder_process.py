@@ -121,7 +121,7 @@ def _serve(
 
     def hand_over(settling: Settling) -> None:
         if (embedded := settling.outcome()) is not None:
-            writer.submit(embedded)
+            writers[embedded.entry.lane].submit(embedded)
 
     try:
         under_way: Settling | None = None
