@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Required, TypedDict
+from typing import Any, Required, TypedDict, Unpack
 
 import redis
 from embedq_schemas.dead_letter import DeadLetter, clip
@@ -64,15 +64,21 @@ class Enqueued:
 class EnqueueArguments(TypedDict, total=False):
     """Keyword arguments of `Registry.enqueue`."""
 
+    #: The producer's position before and after this job.
     expected: Required[str]
     position: Required[str]
     max_backlog_bytes: Required[int]
+    #: Documents in `payload`; 0 with an empty payload sends only the outcomes beside it.
     documents: int
     payload: bytes | memoryview
     codec: Codec
+    #: Input documents that are not computed on purpose.
     skipped: int
+    #: Input documents whose outcome `restore` has counted already.
     settled: int
+    #: Input documents that cannot become jobs.
     dead: Sequence[DeadLetter]
+    #: No more input follows.
     close: bool
 
 
@@ -113,46 +119,13 @@ class Registry:
         replies = scripts.call_many(self._client, calls)
         return [_enqueued(reply) for reply in replies[1::2]]
 
-    def enqueue(
-        self,
-        spec: RunSpec,
-        *,
-        expected: str,
-        position: str,
-        max_backlog_bytes: int,
-        documents: int = 0,
-        payload: bytes | memoryview = b"",
-        codec: Codec = Codec.ARROW,
-        skipped: int = 0,
-        settled: int = 0,
-        dead: Sequence[DeadLetter] = (),
-        close: bool = False,
-    ) -> Enqueued:
+    def enqueue(self, spec: RunSpec, **job: Unpack[EnqueueArguments]) -> Enqueued:
         """Send one job and move the producer's position from `expected` to `position`, in one step.
-
-        Args:
-            documents: documents in `payload`; 0 with an empty payload sends only the outcomes beside it.
-            skipped: input documents that are not computed on purpose.
-            settled: input documents whose outcome `restore` has counted already.
-            dead: input documents that cannot become jobs.
-            close: no more input follows.
 
         Raises:
             UsageError: more documents than an entry may hold.
         """
-        call = self._enqueue_call(
-            spec,
-            expected=expected,
-            position=position,
-            max_backlog_bytes=max_backlog_bytes,
-            documents=documents,
-            payload=payload,
-            codec=codec,
-            skipped=skipped,
-            settled=settled,
-            dead=dead,
-            close=close,
-        )
+        call = self._enqueue_call(spec, **job)
         fault_point("produce.enqueue.before")
         try:
             with metrics.stage_duration.labels("produce").time():
@@ -164,7 +137,8 @@ class Registry:
         if isinstance(sent, Exception):
             raise sent
         if sent.outcome is EnqueueOutcome.OK:
-            for outcome, count in (("failed", len(dead)), ("skipped", skipped)):
+            dead = job.get("dead", ())
+            for outcome, count in (("failed", len(dead)), ("skipped", job.get("skipped", 0))):
                 if count:
                     metrics.documents.labels(outcome).inc(count)
             for letter in dead:
