@@ -6,7 +6,6 @@ publishes what they commit. Everything the run needs to resume lies in its outpu
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embedq_broker.connect import broker_errors, check_server, connect
@@ -26,32 +25,19 @@ from embedq_broker.settings import BrokerSettings
 from embedq_producer.blocks import ReadOptions
 from embedq_producer.corpus import Corpus
 from embedq_producer.feed import Stopped, feed
-from embedq_schemas.errors import (
-    OutputError,
-    RunIncompleteError,
-    RunNotFoundError,
-    StorageError,
-    UsageError,
-)
+from embedq_schemas.errors import OutputError, RunIncompleteError, RunNotFoundError, UsageError
 from embedq_schemas.ipc import METADATA_TYPE
 from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embedder_process import model_facts
-from embedq_worker.sinks.dataset import (
-    ERRORS_NAME,
-    RUN_NAME,
-    STAGING_NAME,
-    STATE_NAME,
-    Dataset,
-    require_free,
-    require_writable,
-)
+from embedq_worker.sinks.dataset import STATE_NAME, Dataset
 from embedq_worker.sinks.errors import read_errors
 from embedq_worker.sinks.finish import finish_run
 from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_slots
 from redis.exceptions import RedisError
 
+from embedq.claim import check_apart, check_output, claim, holds_nothing, refuse_other_run
 from embedq.dataset.reader import DatasetReader, open_dataset
 from embedq.directory import finished_state, owned
 from embedq.estimate import Estimate, estimate, measured_speed
@@ -62,7 +48,6 @@ from embedq.options import RunOptions, check_vector_type
 from embedq.recover import reconcile, release_the_dead
 
 EXIT_FAILED_DOCUMENTS = 3
-_LEFT_BY_A_FAILED_START = frozenset({STATE_NAME, STAGING_NAME, ERRORS_NAME})
 _POLL_S = 0.1
 _RESTARTS_WITHOUT_PROGRESS = 6
 """Times `max_deliveries`: isolating one document that ends its process takes two rounds of deliveries."""
@@ -85,6 +70,31 @@ class Watching:
     stopping: Callable[[], bool]
     on_progress: Callable[[Snapshot], None]
     on_note: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a command asks for, worked out before anything is changed."""
+
+    corpus: Corpus
+    read_options: ReadOptions
+    options: RunOptions
+    dataset: Dataset
+    wanted: RunSpec
+    checkpoint: Checkpoint
+
+
+def _task(sources: Sequence[str | Path], options: RunOptions) -> Task:
+    if options.output is None:
+        raise UsageError("--output is missing: name the directory for the dataset")
+    dataset = Dataset(Path(os.path.realpath(options.output)))
+    check_output(dataset)
+    corpus = options.open_corpus(sources)
+    check_apart(sources, corpus, dataset)
+    read_options = options.read_options(corpus)
+    checkpoint = options.checkpoint()
+    wanted = _request(corpus, read_options, dataset, options, checkpoint)
+    return Task(corpus, read_options, options, dataset, wanted, checkpoint)
 
 
 def run_corpus(
@@ -111,16 +121,9 @@ def run_corpus(
         RunIncompleteError: stopped before its end.
         EmbedqError: with the leaf that says why it cannot go on.
     """
-    if options.output is None:
-        raise UsageError("--output is missing: name the directory for the dataset")
-    dataset = Dataset(Path(os.path.realpath(options.output)))
-    _check_output(dataset)
-    corpus = options.open_corpus(sources)
-    _check_apart(sources, corpus, dataset)
-    read_options = options.read_options(corpus)
     slots = _slots(options)
-    checkpoint = options.checkpoint()
-    wanted = _request(corpus, read_options, dataset, options, checkpoint)
+    task = _task(sources, options)
+    dataset, wanted = task.dataset, task.wanted
     _go_on_with_switch(dataset)
     owner = dataset.run_spec()
     if owner is not None and owner.same_request(wanted):
@@ -131,27 +134,20 @@ def run_corpus(
                 # Left by a command that was killed after its last step.
                 shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
             return finished
-    for note in (*filter(None, [left_out(corpus)]), *options.notes()):
+    for note in (*filter(None, [left_out(task.corpus)]), *options.notes()):
         on_note(note)
     watching = Watching(stopping, on_progress, on_note)
-    update = (options.incremental or options.reindex) and owner is not None and not _holds_nothing(dataset)
+    update = (options.incremental or options.reindex) and owner is not None and not holds_nothing(dataset)
     if not update or (owner is not None and owner.same_request(wanted)):
-        return _complete(corpus, read_options, options, dataset, wanted, checkpoint, slots, watching)
+        return _complete(task, slots, watching)
     with owned(dataset):
-        return _replace(corpus, read_options, options, dataset, wanted, checkpoint, slots, watching)
+        return _replace(task, slots, watching)
 
 
 def estimate_run(sources: Sequence[str | Path], options: RunOptions) -> Estimate:
     """What `run_corpus` would do. Changes nothing; raises what `run_corpus` raises before it starts."""
-    if options.output is None:
-        raise UsageError("--output is missing: name the directory of the dataset")
-    dataset = Dataset(Path(os.path.realpath(options.output)))
-    _check_output(dataset)
-    corpus = options.open_corpus(sources)
-    _check_apart(sources, corpus, dataset)
-    read_options = options.read_options(corpus)
-    checkpoint = options.checkpoint()
-    wanted = _request(corpus, read_options, dataset, options, checkpoint)
+    task = _task(sources, options)
+    dataset, wanted, checkpoint = task.dataset, task.wanted, task.checkpoint
     owner = dataset.run_spec()
     older = None
     if owner is not None:
@@ -160,10 +156,10 @@ def estimate_run(sources: Sequence[str | Path], options: RunOptions) -> Estimate
             if older.complete and options.incremental and not options.reindex:
                 require_same_vectors(older, wanted, options.dtype)
             elif not (older.complete and options.reindex):
-                _refuse_other_run(dataset, owner, wanted)
+                refuse_other_run(dataset, owner, wanted)
     return estimate(
-        corpus,
-        read_options,
+        task.corpus,
+        task.read_options,
         wanted,
         checkpoint,
         older,
@@ -180,17 +176,9 @@ def _go_on_with_switch(dataset: Dataset) -> None:
             finish_switch(dataset)
 
 
-def _replace(
-    corpus: Corpus,
-    read_options: ReadOptions,
-    options: RunOptions,
-    dataset: Dataset,
-    wanted: RunSpec,
-    checkpoint: Checkpoint,
-    slots: Sequence[Slot],
-    watching: Watching,
-) -> RunState:
+def _replace(task: Task, slots: Sequence[Slot], watching: Watching) -> RunState:
     """Make the dataset's next generation, from its own vectors where their texts are still there; then switch."""
+    dataset, wanted, options = task.dataset, task.wanted, task.options
     if not dataset.success.exists():
         raise OutputError(f"{dataset.path} is not complete; repeat the command that made it, then bring it up to date")
     generation = Generation(dataset)
@@ -200,18 +188,16 @@ def _replace(
         options = options.model_copy(update={"dtype": dtype})
     if generation.make_room(wanted):
         watching.on_note(f"an unfinished update of {dataset.path} for another corpus or other options was removed")
-    fresh = generation.asked(wanted)
     before = generation.take_ranges if older is not None else None
-    state = _complete(
-        corpus, read_options, options, generation.dataset, fresh, checkpoint, slots, watching, older, before
-    )
+    fresh = replace(task, options=options, dataset=generation.dataset, wanted=generation.asked(wanted))
+    state = _complete(fresh, slots, watching, older, before)
     if generation.empty:
         first = next(iter(read_errors(generation.dataset)), None)
         generation.drop()
         why = f" ({first.code}: {first.message})" if first is not None else ""
         raise OutputError(
-            f"no document of the corpus {corpus.name} has a vector{why}, so {dataset.path} would lose all of its own; "
-            "it stays as it is; remove it first if that is meant"
+            f"no document of the corpus {task.corpus.name} has a vector{why}, so {dataset.path} would lose all of its "
+            "own; it stays as it is; remove it first if that is meant"
         )
     if state.status is RunStatus.COMPLETED:
         generation.switch()
@@ -223,26 +209,22 @@ def _replace(
 
 
 def _complete(
-    corpus: Corpus,
-    read_options: ReadOptions,
-    options: RunOptions,
-    dataset: Dataset,
-    wanted: RunSpec,
-    checkpoint: Checkpoint,
+    task: Task,
     slots: Sequence[Slot],
     watching: Watching,
     older: DatasetReader | None = None,
     before: Callable[[], None] | None = None,
 ) -> RunState:
     """Make the dataset that `wanted` describes, or go on with it. `before` is called once the directory is claimed."""
+    options, dataset, wanted = task.options, task.dataset, task.wanted
     owner = dataset.run_spec()
     # Whatever can fail before the directory is claimed, fails before: then another command may still use it.
     if options.redis_url is None:
         find_server_binary()
     else:
         queue = (owner if owner is not None and owner.same_request(wanted) else wanted).queue
-        _check_queue(options.redis_url, Keys(queue), checkpoint, watching.on_note)
-    spec = _claim(dataset, wanted)
+        _check_queue(options.redis_url, Keys(queue), task.checkpoint, watching.on_note)
+    spec = claim(dataset, wanted)
     with ExitStack() as stack:
         stack.enter_context(owned(dataset))
         if before is not None:
@@ -255,11 +237,9 @@ def _complete(
         broker = options.broker(redis_url=url, queue=spec.queue)
         folder = stack.enter_context(options.metrics(broker, processes=True))
         with broker_errors(url):
-            state = _drive(
-                corpus, read_options, options, dataset, spec, checkpoint, older, slots, broker, folder, server, watching
-            )
+            state = _drive(task, spec, older, slots, broker, folder, server, watching)
     if not state.counters.input:
-        watching.on_note(f"the corpus {corpus.name} holds no documents")
+        watching.on_note(f"the corpus {task.corpus.name} holds no documents")
     if state.status is RunStatus.COMPLETED:
         if server is not None:
             shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
@@ -278,12 +258,8 @@ def exit_status(state: RunState) -> int:
 
 
 def _drive(
-    corpus: Corpus,
-    read_options: ReadOptions,
-    options: RunOptions,
-    dataset: Dataset,
+    task: Task,
     spec: RunSpec,
-    checkpoint: Checkpoint,
     older: DatasetReader | None,
     slots: Sequence[Slot],
     broker: BrokerSettings,
@@ -291,7 +267,8 @@ def _drive(
     server: EmbeddedServer | None,
     watching: Watching,
 ) -> RunState:
-    max_length = min(spec.encoding.max_length or checkpoint.max_length, checkpoint.max_length)
+    options, dataset, checkpoint = task.options, task.dataset, task.checkpoint
+    max_length = spec.encoding.longest(checkpoint.max_length)
     # An embedded server that is gone stays gone: nothing waits for it.
     url = broker.redis_url
     client = connect(url, role="run", blocking=server is not None)
@@ -317,13 +294,13 @@ def _drive(
         sender = Registry(own, keys)
         known = None
         # A stream is read once: what would turn out to be unknown after all could not be sent any more.
-        if all(file.place.repeatable for file in corpus.files):
+        if all(file.place.repeatable for file in task.corpus.files):
             known = KnownVectors(own, sender, dataset, spec, max_length=max_length, done=done, older=older)
         feed(
             sender,
             spec,
-            corpus,
-            read_options,
+            task.corpus,
+            task.read_options,
             broker,
             skip_duplicate_ids=options.on_duplicate_id == "skip",
             done=done,
@@ -457,41 +434,6 @@ def left_out(corpus: Corpus) -> str:
     return f"left out, for no format is known: {names}{more} ({count} in all); --format reads them" if count else ""
 
 
-def _check_output(dataset: Dataset) -> None:
-    try:
-        dataset.path.lstat()
-        dataset.path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise OutputError(f"{dataset.path} cannot be used: {error.strerror}; give another directory") from None
-    for place in (dataset.path, *dataset.path.parents):
-        if place.is_file():
-            raise OutputError(f"{place} is a file, so {dataset.path} cannot be a directory; give another one")
-
-
-def _check_apart(sources: Sequence[str | Path], corpus: Corpus, dataset: Dataset) -> None:
-    """What is written must not be taken for what is read, nor overwrite it."""
-    for path in corpus.local_paths:
-        source = Path(os.path.realpath(path))
-        if dataset.path in source.parents and source.name.startswith(("_", "part-")):
-            raise OutputError(f"the corpus {path} would be overwritten by the dataset {dataset.path}")
-    for given in sources:
-        folder = Path(os.path.realpath(given))
-        if folder.is_dir() and (folder == dataset.path or folder in dataset.path.parents):
-            raise OutputError(f"the output {dataset.path} lies inside the corpus {given}; give a directory elsewhere")
-
-
-def _require_writable(dataset: Dataset) -> None:
-    """Raise now what writing would raise after the first hour: OutputError, or StorageError where space is short."""
-    try:
-        require_writable(dataset)
-    except StorageError as error:
-        if getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        raise OutputError(f"{error}; give another directory") from None
-
-
 def _request(
     corpus: Corpus, read_options: ReadOptions, dataset: Dataset, options: RunOptions, checkpoint: Checkpoint
 ) -> RunSpec:
@@ -528,52 +470,3 @@ def check_encoding(checkpoint: Checkpoint, dimensions: int | None, max_length: i
         raise UsageError(f"--dimensions {dimensions} is above the model's {checkpoint.dimension}")
     if max_length is not None and max_length > checkpoint.max_length:
         raise UsageError(f"--max-length {max_length} is above the model's {checkpoint.max_length}")
-
-
-def _claim(dataset: Dataset, wanted: RunSpec) -> RunSpec:
-    """The run the directory holds, if it is this request; else `wanted`, once the directory is known to be free."""
-    owner = dataset.run_spec()
-    if owner is not None and not owner.same_request(wanted):
-        _refuse_other_run(dataset, owner, wanted)
-        with owned(dataset):
-            shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
-            (dataset.path / RUN_NAME).unlink()
-        owner = None
-    elif owner is None and (not dataset.path.is_dir() or set(os.listdir(dataset.path)) - _LEFT_BY_A_FAILED_START):
-        require_free(dataset)
-    _require_writable(dataset)
-    if owner is None:
-        dataset.prepare(wanted)
-        return wanted
-    return owner
-
-
-def _refuse_other_run(dataset: Dataset, owner: RunSpec, wanted: RunSpec) -> None:
-    if not _holds_nothing(dataset):
-        raise OutputError(
-            f"{dataset.path} holds run {owner.run}, made with other options ({_differences(owner, wanted)}); "
-            "give another directory, repeat the command that made it, or bring it up to date with --incremental"
-        )
-
-
-def _holds_nothing(dataset: Dataset) -> bool:
-    """Whether an `embedq run` with its own server ended here before it wrote anything: another may take its place.
-
-    Without such a server the run lives elsewhere, and workers may be about to write.
-    """
-    names = {path.name for path in dataset.path.iterdir()}
-    if STATE_NAME not in names or names - _LEFT_BY_A_FAILED_START - {RUN_NAME}:
-        return False
-    return not any(any(folder.iterdir()) for folder in (dataset.staging, dataset.errors) if folder.is_dir())
-
-
-def _differences(owner: RunSpec, wanted: RunSpec) -> str:
-    mine, theirs = wanted.model_dump(mode="json"), owner.model_dump(mode="json")
-    names = [name for name in mine if name not in ("run", "queue", "created_at", "durability", "lane")]
-    found = [name for name in names if mine[name] != theirs[name]]
-    for group in {"encoding", "sink"} & set(found):
-        at = found.index(group)
-        found[at : at + 1] = [name for name in mine[group] if mine[group][name] != theirs[group].get(name)]
-    # A directory that was moved, or is seen through another mount, can be gone on with only where it was made.
-    words = {"model_fingerprint": "model", "path": f"made as {theirs['sink'].get('path')}"}
-    return ", ".join(words.get(name, name) for name in found)
