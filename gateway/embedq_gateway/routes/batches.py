@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,7 +18,7 @@ from embedq_gateway.errors import ApiError
 from embedq_gateway.gateway import Gateway
 from embedq_gateway.ids import new_id
 from embedq_gateway.inputs import decoded
-from embedq_gateway.routes.common import Tenant, TheGateway
+from embedq_gateway.routes.common import Identified, Page, Tenant, TheGateway
 from embedq_gateway.spec import BATCH_REQUEST, READS_BODY, STORED, errors, json_body
 from embedq_gateway.uploads import checked_expiry
 
@@ -59,10 +58,9 @@ class Problems(BaseModel):
     data: list[LineProblem]
 
 
-class Batch(BaseModel):
+class Batch(Identified):
     """One batch. Times are Unix times in seconds, counts are lines of the input file."""
 
-    id: str
     object: Literal["batch"] = "batch"
     endpoint: str
     model: str | None
@@ -95,14 +93,8 @@ class Batch(BaseModel):
         )
 
 
-class BatchList(BaseModel):
+class BatchList(Page[Batch]):
     """A page of batches."""
-
-    object: Literal["list"] = "list"
-    data: list[Batch]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
 
 
 _decoder = msgspec.json.Decoder(CreateBatch)
@@ -140,14 +132,7 @@ def list_batches(
 ) -> BatchList:
     """The tenant's batches, newest first."""
     gateway.embedder.check_reachable()
-    page = [Batch.of(record) for record in islice(gateway.batches.batches(tenant, after=after), limit + 1)]
-    data = page[:limit]
-    return BatchList(
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(page) > limit,
-    )
+    return BatchList.of(map(Batch.of, gateway.batches.batches(tenant, after=after)), limit)
 
 
 @router.get("/{batch_id}", response_model=Batch, responses=errors(404, *STORED))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import islice
 from typing import Annotated, Literal
 
 from embedq_broker.batches import FileRecord
@@ -15,7 +14,7 @@ from starlette.responses import FileResponse
 from embedq_gateway.errors import ApiError
 from embedq_gateway.gateway import Gateway
 from embedq_gateway.ids import new_id
-from embedq_gateway.routes.common import Tenant, TheGateway
+from embedq_gateway.routes.common import Identified, Page, Tenant, TheGateway
 from embedq_gateway.spec import READS_BODY, STORED, UPLOAD, errors
 from embedq_gateway.uploads import expiry, receive_upload
 
@@ -24,10 +23,9 @@ router = APIRouter(prefix="/v1/files")
 _FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
 
-class File(BaseModel):
+class File(Identified):
     """One file."""
 
-    id: str
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
@@ -48,14 +46,8 @@ class File(BaseModel):
         )
 
 
-class FileList(BaseModel):
+class FileList(Page[File]):
     """A page of files."""
-
-    object: Literal["list"] = "list"
-    data: list[File]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
 
 
 class FileDeleted(BaseModel):
@@ -110,14 +102,7 @@ def list_files(
     gateway.embedder.check_reachable()
     records = gateway.batches.files(tenant, after=after, newest_first=order == "desc")
     wanted = (record for record in records if purpose is None or record.purpose == purpose)
-    page = [File.of(record) for record in islice(wanted, limit + 1)]
-    data = page[:limit]
-    return FileList(
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-        has_more=len(page) > limit,
-    )
+    return FileList.of(map(File.of, wanted), limit)
 
 
 @router.get("/{file_id}", response_model=File, responses=errors(404, *STORED))
