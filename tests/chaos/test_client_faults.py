@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from embedq_broker.connect import connect
@@ -20,6 +19,7 @@ from embedq_schemas.names import Lane
 from embedq_schemas.run import RunStatus
 from proxy import Proxy
 from servers import Server
+from waiting import wait_until
 
 pytestmark = pytest.mark.parametrize("own_server", ["valkey"], indirect=True)
 
@@ -34,14 +34,6 @@ def proxy(own_server: Server) -> Iterator[Proxy]:
 def registry(own_server: Server) -> Iterator[Registry]:
     with connect(own_server.url) as client:
         yield Registry(client, Keys("q"))
-
-
-def wait_until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 def test_replies_lost_during_a_submission_double_no_document(proxy: Proxy, registry: Registry) -> None:
@@ -73,14 +65,14 @@ def test_a_reply_lost_under_an_embedding_doubles_nothing_and_cut_connections_los
         callers = [threading.Thread(target=embed) for _ in range(5)]
         for caller in callers:
             caller.start()
-        states = wait_until(lambda: len(found := registry.runs()) == 5 and found)
+        states = wait_until(lambda: len(found := registry.runs()) == 5 and found, timeout_s=60)
         assert [state.counters.input for state in states] == [1] * 5
         assert proxy.lost == 1
         for _ in range(3):
             proxy.cut()
             time.sleep(0.05)
         for state in states:
-            wait_until(lambda run=state.spec.run: registry.state(run).input_closed)
+            wait_until(lambda run=state.spec.run: registry.state(run).input_closed, timeout_s=60)
             registry.transition(state.spec.run, RunStatus.CANCELLED, [RunStatus.IN_PROGRESS])
         for caller in callers:
             caller.join(30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from conftest import both_servers
@@ -18,6 +18,7 @@ from embedq_schemas.run import RunStatus
 from pipeline import Pipeline
 from proxy import Proxy
 from servers import Server
+from waiting import wait_until
 
 FORWARD = "embed.forward:delay:every:0.15"
 
@@ -195,7 +196,7 @@ def test_a_failover_to_a_replica_that_lags_loses_and_doubles_nothing(
 ) -> None:
     with Server(own_server.kind, tcp=True) as replica, replica.client() as second:
         second.replicaof("127.0.0.1", own_server.port)
-        wait_for(lambda: second.info("replication").get("master_link_status") == "up")
+        wait_until(lambda: second.info("replication").get("master_link_status") == "up", timeout_s=15)
         registry = Registry(connect(proxy.url, role="test"), pipeline.keys)
         direct, pipeline.registry = pipeline.registry, registry
         sender = threading.Thread(target=pipeline.produce)
@@ -222,10 +223,3 @@ def direct_state(registry: Registry) -> int:
         return registry.state("run").counters.settled
     except RunNotFoundError:
         return 0
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

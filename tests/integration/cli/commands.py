@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,8 +18,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from embedq.cli import main
+from command_line import call
+from waiting import wait_until
 
 TIMEOUT_S = 90.0
 _PROGRESS = re.compile(r"[a-z_ ]+: [\d,]+/[\d,]+\+? documents")
@@ -85,17 +84,7 @@ def embedq(*arguments: object, cwd: Path | None = None, **variables: str) -> Fin
 
 def in_process(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished:
     """Run a command that starts no process inside this one, which saves the interpreter's start."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    capsys.readouterr()
-    try:
-        with pytest.raises(SystemExit) as end:
-            main(list(map(str, arguments)))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    out, err = capsys.readouterr()
-    assert isinstance(end.value.code, int)
-    return Finished(end.value.code, out, err)
+    return Finished(*call(capsys, *arguments))
 
 
 def write_corpus(path: Path, documents: Iterable[Mapping[str, Any]]) -> Path:
@@ -152,15 +141,6 @@ def leftovers(command: subprocess.Popen[str], dataset: Path | None = None) -> li
         except (psutil.NoSuchProcess, ProcessLookupError, psutil.AccessDenied):
             continue
     return found
-
-
-def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 45.0) -> Any:
-    """The first true value of `condition`; fails after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"still waiting until {what}"
-        time.sleep(0.02)
-    return value
 
 
 def wait_for_rows(dataset: Path, command: subprocess.Popen[str]) -> None:

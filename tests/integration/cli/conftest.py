@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from command_line import isolate
 from embedq_worker.engine.generate import generate_checkpoint
 
 PROMPTS = {"query": "Instruct: find it\nQuery:", "passage": ""}
@@ -27,8 +27,4 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs where nothing is, with no variable of ours: neither embedq.toml nor EMBEDQ_* leak in."""
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("EMBEDQ_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    isolate(tmp_path, monkeypatch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,9 @@ from embedq_broker.registry import Registry
 from embedq_schemas.job import encode_job
 from embedq_schemas.run import ParquetSink, RunSpec, RunStatus
 from services import run_service
+from waiting import wait_until
 
 from embedq import Client
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_interactive_results_do_not_wait_for_a_disk_that_refuses(tmp_path: Path) -> None:
@@ -46,9 +39,9 @@ def test_interactive_results_do_not_wait_for_a_disk_that_refuses(tmp_path: Path)
             payload=encode_job(job),
             close=True,
         )
-        wait_until(lambda: any(beat.state == "waiting for storage" for beat in heartbeats(redis, keys)))
+        wait_until(lambda: any(beat.state == "waiting for storage" for beat in heartbeats(redis, keys)), timeout_s=60)
         with Client(settings=service.settings) as client:
             np.testing.assert_array_equal(client.embed(["now"], timeout_s=60), service.vectors(["now"]))
         assert registry.state("corpus").counters.succeeded == 0
         (out / "_staging").unlink()
-        wait_until(lambda: registry.status("corpus") is RunStatus.COMPLETED)
+        wait_until(lambda: registry.status("corpus") is RunStatus.COMPLETED, timeout_s=60)

@@ -34,6 +34,7 @@ from embedq_schemas.run import RunStatus
 from faces import FACES
 from servers import Server
 from services import DIMENSION, MAX_LENGTH, Service
+from waiting import wait_until
 
 from embedq import AsyncClient, Client
 
@@ -49,14 +50,6 @@ def face(request: pytest.FixtureRequest, service: Service) -> Iterator[Any]:
 @pytest.fixture(params=FACES)
 def connect_face(request: pytest.FixtureRequest) -> Callable[[BrokerSettings], Any]:
     return FACES[request.param]
-
-
-def wait_until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 30
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return value
 
 
 def test_vectors_come_in_the_order_of_the_texts_with_exact_token_counts(face: Any, service: Service) -> None:
@@ -156,7 +149,7 @@ def test_without_a_worker_the_time_runs_out_with_words_about_it_and_the_work_is_
             client.embed(["a"], timeout_s=0.5)
         # A machine that is busy enough has not even sent it.
         registry = Registry(redis_client, Keys("q"))
-        wait_until(lambda: {state.status for state in registry.runs()} <= {RunStatus.CANCELLING})
+        wait_until(lambda: {state.status for state in registry.runs()} <= {RunStatus.CANCELLING}, timeout_s=30)
 
 
 def test_a_server_that_hangs_is_named_when_the_time_is_over(
@@ -198,7 +191,7 @@ def test_a_run_cancelled_by_somebody_else_ends_the_call(redis_client: redis.Redi
     registry = Registry(redis_client, Keys("q"))
 
     def cancel() -> None:
-        (state,) = wait_until(registry.runs)
+        (state,) = wait_until(registry.runs, timeout_s=30)
         registry.transition(state.spec.run, RunStatus.CANCELLED, [RunStatus.IN_PROGRESS])
 
     with Client(redis_url, "q") as client:
@@ -224,7 +217,7 @@ def test_a_closed_client_says_so_and_closing_ends_those_that_wait(
     thread = threading.Thread(target=call)
     thread.start()
     registry = Registry(redis_client, Keys("q"))
-    wait_until(registry.runs)
+    wait_until(registry.runs, timeout_s=30)
     if isinstance(client, Client):
         client.close()
         with pytest.raises(UsageError, match="closed"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from embedq_schemas.names import Lane
 from embedq_schemas.run import ParquetSink, RunSpec, RunStatus
 from faces import FACES
 from services import Service
+from waiting import wait_until
 
 from embedq import Client
 
@@ -53,13 +54,6 @@ def idle(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Any]:
 @pytest.fixture
 def registry(redis_client: redis.Redis) -> Registry:
     return Registry(redis_client, Keys("q"))
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def texts_of(count: int) -> list[str]:
@@ -229,7 +223,7 @@ def test_a_bad_document_cancels_a_run_that_nobody_could_go_on_with(idle: Any, re
     texts = [*texts_of(2 * documents.JOB_DOCUMENTS), 5]
     with pytest.raises(UsageError, match="document 2048"):
         idle.submit(texts)
-    wait_until(lambda: [state.status for state in registry.runs()] == [RunStatus.CANCELLING])
+    wait_until(lambda: [state.status for state in registry.runs()] == [RunStatus.CANCELLING], timeout_s=30)
     with pytest.raises(UsageError, match="document 2048"):
         idle.submit(texts, idempotency_key="k")
     assert RunStatus.IN_PROGRESS in {state.status for state in registry.runs()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import call, isolate
 from dataset_helpers import PROMPTS, WORDS, Command, Made, Said
 from embedq_worker.engine.generate import generate_checkpoint
 from postgres_server import PostgresMissingError, PostgresServer
 
-from embedq.cli import main
 from embedq.dataset import open_dataset
 
 
@@ -58,18 +57,9 @@ def embedq(capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command that starts no process, inside this one."""
 
     def run(*arguments: object) -> Said:
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        capsys.readouterr()
-        try:
-            with pytest.raises(SystemExit) as end:
-                main(list(map(str, arguments)))
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        assert isinstance(end.value.code, int)
-        return Said(end.value.code, out, err)
+        said = Said(*call(capsys, *arguments))
+        assert "Traceback" not in said.err
+        return said
 
     return run
 
@@ -97,9 +87,5 @@ def postgres_url(postgres_server: PostgresServer) -> str:
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs where nothing is, with no variable of ours: neither embedq.toml nor EMBEDQ_* leak in."""
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("EMBEDQ_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    isolate(tmp_path, monkeypatch)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import waiting
 from servers import Kind, Server
 
 START_S = 60.0
@@ -200,14 +200,12 @@ def listening(gateway: Program) -> str:
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = HANG_S) -> Any:
-    """The first true value of `condition`; fails after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    """As `waiting.wait_until`; a gateway that does not answer yet is waited for."""
+
+    def answered() -> Any:
         try:
-            value = condition()
+            return condition()
         except httpx.TransportError:
-            value = None
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"still waiting until {what}"
-        time.sleep(0.05)
+            return None
+
+    return waiting.wait_until(answered, what, timeout_s)

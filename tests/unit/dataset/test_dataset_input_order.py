@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -30,10 +29,11 @@ def test_any_distribution_over_files_comes_out_ascending_and_whole(data: st.Data
     files = [[o for o, owner in zip(ordinals, owners, strict=True) if owner == number] for number in range(5)]
     # Ascending files above a size are not read at once.
     files = [sorted(file) if number % 2 else file for number, file in enumerate(files)]
-    streamed = mock.patch.object(input_order._Streamed, "held_bytes", data.draw(st.sampled_from([0, 1 << 30])))
+    held_bytes = data.draw(st.sampled_from([0, 1 << 30]))
     batch_rows = data.draw(st.integers(1, 70))
     memory_bytes = data.draw(st.sampled_from([0, 3000, 1 << 30]))
-    with tempfile.TemporaryDirectory() as folder, streamed:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(input_order._Streamed, "held_bytes", held_bytes)
         dataset = open_dataset(make_dataset(Path(folder) / "d", [file for file in files if file]))
         batches = list(in_input_order(dataset, dataset.schema, batch_rows, memory_bytes=memory_bytes))
     table = pa.Table.from_batches(batches)

@@ -117,7 +117,7 @@ def test_without_a_compiler_the_reason_is_given_and_nothing_breaks(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     missing = build.load_kernels.__wrapped__()
-    assert missing.library is None
+    assert missing.loaded is None
     assert "no C++ compiler" in missing.reason
 
 
@@ -127,7 +127,7 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     broken = build.load_kernels.__wrapped__()
-    assert broken.library is None
+    assert broken.loaded is None
     assert "did not compile" in broken.reason
 
 
