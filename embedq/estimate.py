@@ -89,27 +89,19 @@ def estimate(
     if older is not None and older.files and keeps_vectors:
         for batch in older.batches(["text_sha256"], batch_rows=1 << 20):
             known.add(text_keys(batch.column("text_sha256")))
-    length = min(wanted.encoding.max_length or checkpoint.max_length, checkpoint.max_length)
     tokenizer = TextTokenizer.load(checkpoint.tokenizer_file, max_length=checkpoint.max_length, threads=1)
     unchanged = changed = new = unusable = computed = tokens = 0
     for block in read_corpus(corpus, options=options):
         unusable += block.duplicates + len(block.rejects)
         documents = block.documents
-        same, other = index.compare(documents)
+        digests = hash_texts(documents.column("text"))
+        same, other = index.compare(documents, digests)
         unchanged, changed, new = unchanged + same, changed + other, new + documents.num_rows - same - other
-        fresh = known.add(text_keys(hash_texts(documents.column("text"))))
+        fresh = known.add(text_keys(digests))
         texts = documents.column("text").filter(pa.array(fresh))
         if len(texts):
             computed += len(texts)
-            encoding = wanted.encoding
-            found = tokenizer.encode(
-                texts,
-                prompt=encoding.prompt,
-                max_length=length,
-                truncation_side=encoding.truncation_side.value,
-                on_special_tokens=encoding.on_special_tokens.value,
-            )
-            tokens += int(found.offsets[-1])
+            tokens += int(tokenizer.encode_as(texts, wanted.encoding).offsets[-1])
     documents_bytes = _row_bytes(older, wanted, checkpoint) * (unchanged + changed + new)
     speed, measured = _speed(older, measure)
     return Estimate(
@@ -148,15 +140,18 @@ class _Index:
         self._ids, self._contents = joined[order], np.concatenate(contents)[order]
         self._seen = np.zeros(len(order), dtype=np.bool_)
 
-    def compare(self, documents: pa.RecordBatch) -> tuple[int, int]:
-        """(documents that are as they were, documents whose id was there with another content)."""
+    def compare(self, documents: pa.RecordBatch, digests: pa.FixedSizeBinaryArray) -> tuple[int, int]:
+        """(documents that are as they were, documents whose id was there with another content).
+
+        `digests` are the SHA-256 of their texts.
+        """
         if not len(self._ids) or not documents.num_rows:
             return 0, 0
         ids = hash_ids(documents.column("id"))
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         there = self._ids[at] == ids
         self._seen[at[there]] = True
-        contents = _contents(documents, hash_texts(documents.column("text")), self._columns)
+        contents = _contents(documents, digests, self._columns)
         same = there & (self._contents[at] == contents)
         return int(same.sum()), int((there & ~same).sum())
 

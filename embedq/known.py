@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import redis
-from embedq_broker.commit import TOKEN_TTL_MS, Commit, CommitRecord, unpublished
+from embedq_broker.commit import TOKEN_TTL_MS, Commit, CommitRecord
 from embedq_broker.consume import Consumer, Stage
 from embedq_broker.faults import fault_point
 from embedq_broker.registry import Registry
@@ -32,6 +32,7 @@ from embedq_schemas.text_hash import digest_bytes, text_keys
 from embedq_schemas.vector_batch import VectorBatch
 from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.files import fsync_directory, storage_errors
+from embedq_worker.sinks.finish import stranded
 from embedq_worker.sinks.parquet import stage
 from embedq_worker.sinks.publish import publish
 from numpy.typing import NDArray
@@ -109,7 +110,7 @@ class KnownVectors:
         """Ordinals of the rows that this run has by now."""
         listed = read_manifest(self._dataset.path).values()
         files = [file for file in listed if self._is_committed(file) or self._is_past_losing(file)]
-        return OrdinalSet(pair for file in files for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True))
+        return OrdinalSet(pair for file in files for pair in file.ranges)
 
     def _is_committed(self, file: PublishedFile) -> bool:
         return bool(self._client.exists(self._registry.keys.token(file.token)))
@@ -133,8 +134,7 @@ class KnownVectors:
                 return True
             if empty:
                 # Such a run would wait for ever; once it is resumed these documents are sent again.
-                error = f"{missing} documents are in no stream any more: removed by hand, or lost by the server"
-                self._registry.transition(run, RunStatus.FAILED, _OPEN, error=error)
+                self._registry.transition(run, RunStatus.FAILED, _OPEN, error=stranded(missing))
                 continue
             time.sleep(_POLL_S)
         return False
@@ -255,7 +255,7 @@ class KnownVectors:
     def _commit(self, file: PublishedFile) -> PublishedFile:
         """Count the rows of a staged file in, and out as succeeded, in one step; then publish it."""
         fault_point("copy.staged")
-        keys, run = self._registry.keys, self._spec.run
+        run = self._spec.run
         commit = Commit(self._consumer, token=file.token)
         commit.add_file(file, str(self._dataset.path))
         for counter in ("input", "ready", "succeeded"):
@@ -263,9 +263,9 @@ class KnownVectors:
         commit.send(self._client, durability=self._spec.durability)
         fault_point("copy.committed")
         # By its record rather than by the reply, which may have been lost and repeated.
-        for record in unpublished(self._client, keys):
+        for record in self._registry.unpublished(run):
             if record.file.token == file.token:
-                publish(self._client, keys, self._dataset, CommitRecord(record.id, record.dataset, file))
+                publish(self._client, self._registry.keys, self._dataset, CommitRecord(record.id, record.dataset, file))
         fault_point("copy.published")
         return file
 

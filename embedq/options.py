@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -79,10 +80,7 @@ class EncodingFlags(Options):
         if self.prompt_name is not None:
             if self.prompt is not None:
                 raise UsageError("--prompt and --prompt-name exclude each other")
-            if self.prompt_name not in prompts:
-                names = ", ".join(sorted(prompts)) or "none"
-                raise UsageError(f"the model has no prompt {self.prompt_name!r}; it has: {names}")
-            prompt = prompts[self.prompt_name]
+            prompt = named_prompt(prompts, self.prompt_name)
         with usage_errors():
             return EncodingOptions(
                 dimensions=self.dimensions,
@@ -95,6 +93,14 @@ class EncodingFlags(Options):
                 vector_type=self.vector_type,
                 vector_ranges=None if self.vector_ranges is None else encode_ranges(_load_ranges(self.vector_ranges)),
             )
+
+
+def named_prompt(prompts: Mapping[str, str], name: str) -> str:
+    """A prompt of the checkpoint; raises UsageError."""
+    if name not in prompts:
+        names = ", ".join(sorted(prompts)) or "none"
+        raise UsageError(f"the model has no prompt {name!r}; it has: {names}")
+    return prompts[name]
 
 
 def _load_ranges(path: Path) -> NDArray[np.float32]:

@@ -123,7 +123,7 @@ def _reason(
 
 
 def _pairs(files: dict[str, PublishedFile]) -> list[tuple[int, int]]:
-    return [pair for file in files.values() for pair in zip(file.ordinals[::2], file.ordinals[1::2], strict=True)]
+    return [pair for file in files.values() for pair in file.ranges]
 
 
 def _drop_strangers(dataset: Dataset, known: set[str]) -> None:

@@ -175,7 +175,7 @@ def _ordinals(reader: DatasetReader, file: PublishedFile) -> NDArray[np.int64]:
     schema = reader.select(["ordinal"])
     parts = [batch.column("ordinal").to_numpy() for batch in reader.file_batches(file, schema, 1 << 20)]
     ordinals: NDArray[np.int64] = np.concatenate(parts)
-    promised = sum(b - a + 1 for a, b in zip(file.ordinals[::2], file.ordinals[1::2], strict=True))
+    promised = sum(b - a + 1 for a, b in file.ranges)
     found = np.unique(ordinals)
     path = reader.path / file.name
     if len(ordinals) != file.rows or len(found) != promised:

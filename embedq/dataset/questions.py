@@ -14,6 +14,8 @@ from embedq_worker.engine import EngineSettings, PackedBatch, load_engine
 from embedq_worker.tokenization import TextTokenizer, Tokenized
 from numpy.typing import NDArray
 
+from embedq.options import named_prompt
+
 _INSTRUCT = re.compile(r"Instruct: .*(\nQuery: ?)", re.DOTALL)
 
 
@@ -32,10 +34,7 @@ def query_prompt(
     if prompt is not None:
         return prompt
     if name is not None:
-        if name not in checkpoint.prompts:
-            names = ", ".join(sorted(checkpoint.prompts)) or "none"
-            raise UsageError(f"the model has no prompt {name!r}; it has: {names}")
-        return checkpoint.prompts[name]
+        return named_prompt(checkpoint.prompts, name)
     own = checkpoint.prompts.get("query", checkpoint.prompts.get(checkpoint.default_prompt_name or "", ""))
     if instruction is None:
         return own
@@ -62,13 +61,7 @@ def embed_questions(
     """
     encoding = encoding or EncodingOptions()
     tokenizer = TextTokenizer.load(checkpoint.tokenizer_file, max_length=checkpoint.max_length)
-    tokenized = tokenizer.encode(
-        pa.array(questions, pa.string()),
-        prompt=prompt,
-        max_length=encoding.max_length,
-        truncation_side=encoding.truncation_side.value,
-        on_special_tokens=encoding.on_special_tokens.value,
-    )
+    tokenized = tokenizer.encode_as(pa.array(questions, pa.string()), encoding, prompt=prompt)
     for row, message in tokenized.errors.items():
         raise UsageError(f"question {row + 1} cannot be tokenized: {message}")
     engine = load_engine(checkpoint, settings)

@@ -54,6 +54,10 @@ class EncodingOptions(BaseModel):
     #: Ranges of int8 and uint8, as `encode_ranges` writes them. None: found from the run's first vectors.
     vector_ranges: str | None = Field(default=None, max_length=1 << 20)
 
+    def longest(self, most: int) -> int:
+        """Tokens a document may have, specials included, where the model takes `most`."""
+        return min(self.max_length or most, most)
+
     @property
     def ranges(self) -> NDArray[np.float32] | None:
         """`vector_ranges` as float32 [2, dimensions]."""
@@ -61,9 +65,10 @@ class EncodingOptions(BaseModel):
 
     @model_validator(mode="after")
     def _vectors_fit(self) -> Self:
-        if self.ranges is not None and not self.vector_type.ranged:
+        ranges = self.ranges
+        if ranges is not None and not self.vector_type.ranged:
             raise ValueError(f"{self.vector_type} vectors have no ranges; int8 and uint8 have")
-        fault = None if self.dimensions is None else self.vector_type.fault(self.dimensions, self.ranges)
+        fault = None if self.dimensions is None else self.vector_type.fault(self.dimensions, ranges)
         if fault is not None:
             raise ValueError(fault)
         return self

@@ -48,6 +48,11 @@ class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """File name before publication, inside the dataset directory."""
         return f"_staging/{self.token}.tmp"
 
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Inclusive ranges of the rows' ordinals: (first, last)."""
+        return list(zip(self.ordinals[::2], self.ordinals[1::2], strict=False))
+
     def encode(self) -> bytes:
         """One JSON object without a newline."""
         return msgspec.json.encode(self)
@@ -62,8 +67,7 @@ class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise CodecError(f"manifest: {str(error)[:200]}") from None
         if entry.v != SCHEMA_VERSION:
             raise UnsupportedVersionError(f"manifest: version {entry.v}; this build knows {SCHEMA_VERSION}")
-        pairs = list(zip(entry.ordinals[::2], entry.ordinals[1::2], strict=False))
-        if len(entry.ordinals) % 2 or any(first > last for first, last in pairs):
+        if len(entry.ordinals) % 2 or any(first > last for first, last in entry.ranges):
             raise CodecError("manifest: ordinals are not pairs of first and last")
         return entry
 

@@ -81,7 +81,7 @@ def _attention() -> Iterator[Finding]:
         reason = check(name, factory, HeadShape(16, 8, 128), device, dtype)
         yield Finding(f"attention {name}", "missing" if reason else "ok", reason or f"works on {device}")
     kernels = load_kernels()
-    yield Finding("attention cpu", "missing" if kernels.library is None else "ok", kernels.reason)
+    yield Finding("attention cpu", "missing" if kernels.loaded is None else "ok", kernels.reason)
 
 
 def _compilers() -> Iterator[Finding]:

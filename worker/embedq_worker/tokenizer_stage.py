@@ -181,7 +181,7 @@ class TokenizerStage:
 
     def _tokenize(self, commit: Commit, group: _Group, lane: Lane, max_batch_tokens: int) -> tuple[int, int]:
         encoding = group.encoding
-        max_length = min(encoding.max_length or self._max_length, self._max_length)
+        max_length = encoding.longest(self._max_length)
         fault_point("tokenize.encode", group.documents.column("id"))
         tokenized, sha256 = self._encode(group, max_length)
         runs = np.repeat([share.run for share in group.shares], [share.documents for share in group.shares])
@@ -224,14 +224,7 @@ class TokenizerStage:
             )
             return taken, hash_ids(lists)
         texts = group.documents.column("text")
-        tokenized = self._tokenizer.encode(
-            texts,
-            prompt=encoding.prompt,
-            max_length=max_length,
-            truncation_side=encoding.truncation_side.value,
-            on_special_tokens=encoding.on_special_tokens.value,
-        )
-        return tokenized, hash_texts(texts)
+        return self._tokenizer.encode_as(texts, encoding), hash_texts(texts)
 
     def _add_batch(self, commit: Commit, batch: TokenBatch, runs: NDArray[np.str_], lane: Lane) -> None:
         if (runs == runs[0]).all():

@@ -88,6 +88,15 @@ class Foreground:
         self._encode = encode
         self._outcome: NDArray[np.float32] | EngineError | None = None
 
+    @classmethod
+    def failed(cls, error: EngineError) -> Foreground:
+        """A batch whose launch raised `error`."""
+
+        def encode() -> NDArray[np.float32]:
+            raise error
+
+        return cls(encode)
+
     def most_done(self) -> None:
         try:
             self._outcome = self._encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -181,7 +180,7 @@ class NativeEngine:
             try:
                 vectors = self._forward(batch, dimensions, normalize, progress)
             except EngineError as error:
-                return Foreground(partial(_raise, error))
+                return Foreground.failed(error)
             return GpuFlight(vectors, most, self._advance, lambda error: self._failure(batch, error))
 
     def _forward(
@@ -228,7 +227,3 @@ class NativeEngine:
 
 def _warnings(dtype: torch.dtype) -> list[str]:
     return ["float16 overflows on Qwen models: some texts may get no vector"] if dtype is torch.float16 else []
-
-
-def _raise(error: EngineError) -> NoReturn:
-    raise error

@@ -56,9 +56,8 @@ def finish_run(client: redis.Redis, keys: Keys, run: str, roots: Sequence[Path])
             state = registry.state(run)
         if not settling:
             return False
-        for record in unpublished(client, keys):
-            if record.file.run == run:
-                publish(client, keys, dataset, record, replay=True)
+        for record in registry.unpublished(run):
+            publish(client, keys, dataset, record, replay=True)
         state = registry.state(run)
         if state.committed_files != state.published_files or state.dead_letters:
             return False
@@ -139,6 +138,11 @@ def _fail(registry: Registry, run: str, error: str) -> None:
             log.error("run %s failed: %s", run, error)
 
 
+def stranded(documents: int) -> str:
+    """Why a run fails whose queue holds nothing, although so many documents have no outcome."""
+    return f"{documents} documents are in no stream any more: removed by hand, or lost by the server"
+
+
 def _fail_stranded(registry: Registry) -> None:
     """Say so where documents got lost outside of the protocol: such a run would wait for ever."""
     if not registry.streams_empty():
@@ -153,8 +157,7 @@ def _fail_stranded(registry: Registry) -> None:
         if state.status.terminal or not state.input_closed or state.settled:
             continue
         if missing := registry.missing(state.spec.run):
-            text = f"{missing} documents are in no stream any more: removed by hand, or lost by the server"
-            _fail(registry, state.spec.run, text)
+            _fail(registry, state.spec.run, stranded(missing))
 
 
 def sweep_runs(client: redis.Redis, keys: Keys, roots: Sequence[Path], *, older_than_ms: int) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import ModelError, UsageError
 from numpy.typing import NDArray
 
@@ -147,6 +148,16 @@ class TextTokenizer:
             n_tokens[failed] = 0
         packed = add_specials(tokens, specials, failed)
         return Tokenized(packed.ids, packed.offsets.astype(np.int32), n_tokens, truncated, errors)
+
+    def encode_as(self, texts: pa.StringArray, encoding: EncodingOptions, *, prompt: str | None = None) -> Tokenized:
+        """`encode` with the options of a run; `prompt` takes the place of the run's."""
+        return self.encode(
+            texts,
+            prompt=encoding.prompt if prompt is None else prompt,
+            max_length=encoding.max_length,
+            truncation_side=encoding.truncation_side.value,
+            on_special_tokens=encoding.on_special_tokens.value,
+        )
 
     def _tokenize(self, texts: pa.Array, on_special_tokens: OnSpecialTokens) -> tuple[TokenColumn, dict[int, str]]:
         if self._fast is None:

@@ -88,7 +88,7 @@ def choose_attention(
     Raises ModelError where `wanted` does not work.
     """
     passed: dict[str, str] = {}
-    right: dict[str, Callable[[], Attention]] = {}
+    right: dict[str, Attention] = {}
     for name, factory in candidates(device, dtype).items():
         if wanted not in ("auto", name):
             continue
@@ -97,16 +97,16 @@ def choose_attention(
         if reason := check(name, factory, shape, device, dtype):
             passed[name] = reason
         else:
-            right[name] = factory
+            right[name] = factory()
     if not right:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed.items())
         raise ModelError(f"attention {wanted} does not work on {device}: {reasons or 'no such backend here'}")
     best = next(iter(right))
     if len(right) > 1:
-        times = {name: seconds(factory(), shape, device, dtype) for name, factory in right.items()}
+        times = {name: seconds(attention, shape, device, dtype) for name, attention in right.items()}
         best = min(times, key=times.__getitem__)
         passed |= {name: f"{times[name] / times[best]:.2f}x the time of {best}" for name in times if name != best}
-    return right[best](), tuple(f"{name}: {reason}" for name, reason in passed.items())
+    return right[best], tuple(f"{name}: {reason}" for name, reason in passed.items())
 
 
 def seconds(

@@ -22,7 +22,7 @@ _AMX = ("amx_tile", "amx_bf16")
 class Kernels:
     """The compiled library, or None and the reason."""
 
-    library: ctypes.CDLL | None
+    loaded: ctypes.CDLL | None
     reason: str
     amx: bool = False
 
@@ -34,7 +34,7 @@ def load_kernels() -> Kernels:
         return Kernels(None, missing)
     amx = _flags().issuperset(_AMX)
     kernels = _load(_NEEDED + _AMX if amx else _NEEDED)
-    if amx and kernels.library is None:
+    if amx and kernels.loaded is None:
         # A kernel or a compiler that does not know AMX may well know the rest.
         kernels = _load(_NEEDED)
     return kernels

@@ -117,6 +117,6 @@ def cpu_kernels(
     if hidden_size % 32 or intermediate_size % 16 or head_dim % 32 or head_dim > 256:
         return None, "the CPU kernels serve sizes in multiples of 32 and heads of at most 256 values"
     kernels = load_kernels()
-    if kernels.library is None:
+    if kernels.loaded is None:
         return None, kernels.reason
-    return CpuKernels(kernels.library, threads, amx=kernels.amx), kernels.reason
+    return CpuKernels(kernels.loaded, threads, amx=kernels.amx), kernels.reason
