@@ -175,7 +175,8 @@ class TextTokenizer:
             if not self._router.unsafe(column).any():
                 ends = np.cumsum(self._byte_lengths[self._fast.encode(column).ids])
                 if len(ends) and ends[-1] == len(column.data):
-                    return np.cumsum((column.data & 0xC0) != 0x80)[ends - 1]
+                    starts = (column.data & 0xC0) != 0x80
+                    return np.cumsum(starts, dtype=np.int32)[ends - 1].astype(np.int64)
         return self._reference.token_ends(text)
 
     @cached_property

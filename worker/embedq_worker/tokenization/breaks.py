@@ -14,6 +14,7 @@ _SENTENCE = re.compile(
 )
 _WORD = re.compile(r"\s+")
 _ZERO_WIDTH_JOINER = "\u200d"
+_MOST_FLAG_LETTERS = 256
 
 
 def last_break(text: str, low: int, high: int) -> int:
@@ -63,6 +64,7 @@ def _is_flag_letter(character: str) -> bool:
 
 def _flag_letters_before(text: str, at: int) -> int:
     first = at
-    while first and _is_flag_letter(text[first - 1]):
+    # A text of nothing but flags must not be read from its beginning for each cut; far back, any parity does.
+    while first and at - first < _MOST_FLAG_LETTERS and _is_flag_letter(text[first - 1]):
         first -= 1
     return at - first
