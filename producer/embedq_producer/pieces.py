@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
-from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
+from embedq_schemas.chunks import Chunks
 from embedq_schemas.errors import DocumentErrorCode, InputError
 from numpy.typing import NDArray
 
@@ -17,7 +17,6 @@ from .blocks import CorpusBlock, ReadOptions, Reject, Splitter
 from .documents import Parser, content_id, document_ids
 from .id_set import IdSet, hash_ids
 from .position import Position
-from .splitting import number_chunks, split_documents
 
 
 @dataclass(slots=True)
@@ -125,9 +124,12 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def block_of(piece: Piece, schema: pa.Schema, ids: IdSet, strict_in: str | None, split: Splitter | None) -> CorpusBlock:
-    """Columns with each id once, long texts cut. With `strict_in`, a corpus's name, the first reject is raised as
-    InputError. `schema` is that of documents before they are cut.
+def block_of(
+    piece: Piece, schema: pa.Schema, ids: IdSet, strict_in: str | None, split: Splitter | None
+) -> tuple[CorpusBlock, Chunks | None]:
+    """Columns with each id once, and their texts' chunks where these are to be `split`.
+
+    With `strict_in`, a corpus's name, the first reject is raised as InputError.
     """
     columns = [piece.ids, pa.array(piece.ordinals), piece.texts, *piece.metadata]
     documents = pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -142,10 +144,10 @@ def block_of(piece: Piece, schema: pa.Schema, ids: IdSet, strict_in: str | None,
             message = "an earlier document has the same id"
             rejects.append(_reject(piece, index, DocumentErrorCode.DUPLICATE_ID, message))
         documents = documents.filter(pa.array(fresh))
+    chunks = None
     if split is not None:
-        whole = documents.column("ordinal").to_numpy()
-        documents, counts, refused = split_documents(documents, split, MAX_ENTRY_DOCUMENTS)
-        rows = np.flatnonzero(fresh)
+        chunks, rows = split(documents.column("text")), np.flatnonzero(fresh)
+        refused = chunks.refused.items()
         rejects += [_reject(piece, int(rows[row]), DocumentErrorCode.TOO_LONG, why) for row, why in refused]
     rejects.sort(key=lambda reject: reject.ordinal)
     if piece.files:
@@ -154,8 +156,7 @@ def block_of(piece: Piece, schema: pa.Schema, ids: IdSet, strict_in: str | None,
     if strict_in is not None and rejects:
         bad = rejects[0]
         raise InputError(f"The corpus {bad.file or strict_in}, line {bad.line}: {bad.message} ({bad.code}).")
-    block = CorpusBlock(documents, tuple(rejects), piece.start, piece.end, duplicates)
-    return block if split is None else number_chunks(block, whole, counts)
+    return CorpusBlock(documents, tuple(rejects), piece.start, piece.end, duplicates), chunks
 
 
 def _reject(piece: Piece, row: int, code: DocumentErrorCode, message: str) -> Reject:

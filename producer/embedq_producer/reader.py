@@ -35,6 +35,7 @@ from .line_files import decode_lines, skip_byte_order_mark
 from .lines import READ_BYTES, LineBatch, is_utf8, split_lines
 from .pieces import Piece, block_of, merge, piece_of_rows
 from .position import START, Position
+from .splitting import split_block
 from .streams import ByteStream
 from .tables import broken_off, open_table, read_table
 
@@ -55,16 +56,16 @@ def read_corpus(corpus: Corpus, *, options: ReadOptions, start: Position = START
     schema = document_schema(replace(options, splitter=None))
     ids = IdSet()
     strict_in = corpus.name if options.strict else None
-    in_files = replace(start, chunks=0)
-    pieces = _pieces(corpus, options, in_files)
-    if start != START:
-        _read_past(pieces, in_files, ids, corpus.name)
+    pieces = _pieces(corpus, options, start.in_file)
+    if start.in_file != START:
+        _read_past(pieces, start.in_file, ids, corpus.name)
     for piece in merge(pieces, options):
         # Where a file ends and where the next begins is one place.
         piece.start = start
-        block = block_of(piece, schema, ids, strict_in, options.splitter)
-        yield block
-        start = block.end
+        block, chunks = block_of(piece, schema, ids, strict_in, options.splitter)
+        for part in [block] if chunks is None else split_block(block, chunks, options):
+            yield part
+            start = part.end
 
 
 def metadata_types(corpus: Corpus, options: ReadOptions) -> tuple[pa.DataType, ...]:

@@ -10,7 +10,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 #: Columns that tell a chunk's place in its document. `text[char_start:char_end]`, in Unicode code points, is the chunk.
-CHUNK_COLUMNS = {"chunk_index": pa.int32(), "char_start": pa.int64(), "char_end": pa.int64()}
+CHUNK_COLUMNS = {
+    "chunk_index": pa.int32(),
+    "chunk_count": pa.int32(),
+    "char_start": pa.int64(),
+    "char_end": pa.int64(),
+}
 
 
 @dataclass(frozen=True)
@@ -32,4 +37,5 @@ class Chunks:
     @property
     def columns(self) -> list[pa.Array]:
         """Those of `CHUNK_COLUMNS`."""
-        return [pa.array(self.index), pa.array(self.char_start), pa.array(self.char_end)]
+        counts = np.bincount(self.owners)[self.owners].astype(np.int32)
+        return [pa.array(self.index), pa.array(counts), pa.array(self.char_start), pa.array(self.char_end)]

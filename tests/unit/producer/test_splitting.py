@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from embedq_producer import pieces
 from embedq_producer.blocks import CorpusBlock, ReadOptions, document_schema
 from embedq_producer.corpus import Corpus, open_corpus
 from embedq_producer.position import Position
 from embedq_producer.reader import read_corpus
 from embedq_schemas.chunks import Chunks
-from embedq_schemas.errors import InputError, UsageError
+from embedq_schemas.errors import UsageError
 
 SIZE = 10
 
@@ -97,25 +96,48 @@ def test_reading_on_from_any_block_gives_the_very_same_chunks(tmp_path: Path) ->
 
 def test_a_position_of_another_way_to_cut_is_one_of_the_same_document(tmp_path: Path) -> None:
     given, _ = corpus(tmp_path)
-    first, *_ = read_corpus(given, options=options())
+    first = next(block for block in read_corpus(given, options=options()) if not block.end.sent)
     rest = list(read_corpus(given, options=options(splitter=None), start=first.end))
     whole = list(read_corpus(given, options=options(splitter=None)))
     assert [row["id"] for row in rows(rest)] == [row["id"] for row in rows(whole[1:])]
 
 
-def test_a_text_with_more_chunks_than_a_job_may_hold_is_an_error_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pieces, "MAX_ENTRY_DOCUMENTS", 8)
+@pytest.mark.parametrize("smaller", [{"block_documents": 2}, {"block_bytes": 64}, {"block_documents": 50}])
+def test_blocks_of_another_size_may_be_asked_for_within_a_document(smaller: dict[str, int], tmp_path: Path) -> None:
+    given, _ = corpus(tmp_path)
+    blocks = list(read_corpus(given, options=options()))
+    assert any(block.end.sent for block in blocks)
+    for index, block in enumerate(blocks):
+        rest = list(read_corpus(given, options=options(**smaller), start=block.end))
+        assert rows(rest) == rows(blocks[index + 1 :])
+        for name in ("rejects", "duplicates"):
+            before, after = ([getattr(part, name) for part in parts] for parts in (blocks[: index + 1], rest))
+            whole = [getattr(part, name) for part in blocks]
+            if name == "duplicates":
+                assert sum(before) + sum(after) == sum(whole)
+            else:
+                assert sum(before, ()) + sum(after, ()) == sum(whole, ())
+
+
+def test_no_block_holds_more_chunks_than_documents_nor_more_bytes(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
-    texts = {"a": 35, "b": 95, "c": 5, "d": 25}
-    path.write_text("".join(json.dumps({"id": name, "text": "x" * size}) + "\n" for name, size in texts.items()))
-    (block,) = read_corpus(open_corpus([path]), options=options(metadata=(), metadata_types=()))
-    assert [row["id"] for row in block.documents.to_pylist()] == [*"aaaa", "c", *"ddd"]
-    assert [(reject.id, reject.ordinal, reject.code) for reject in block.rejects] == [("b", 4, "too_long")]
-    assert [row["ordinal"] for row in block.documents.to_pylist()] == [0, 1, 2, 3, 5, 6, 7, 8]
-    with pytest.raises(InputError, match="line 2"):
-        list(read_corpus(open_corpus([path]), options=options(metadata=(), metadata_types=(), strict=True)))
+    documents = [{"id": str(i), "text": "x" * size, "m": "y" * 100} for i, size in enumerate((35, 9500, 5, 2500))]
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    more = {"metadata": ("m",), "metadata_types": (pa.string(),), "block_documents": 50}
+    for block_bytes, most in ((1 << 20, 50), (2000, 2000 // 119)):
+        blocks = list(read_corpus(open_corpus([path]), options=options(**more, block_bytes=block_bytes)))
+        found = rows(blocks)
+        assert [row["ordinal"] for row in found] == list(range(4 + 950 + 1 + 250))
+        assert {row["chunk_count"] for row in found if row["id"] == "1"} == {950}
+        assert max(block.documents.num_rows for block in blocks) == most
+
+
+def test_memory_follows_the_text_and_not_its_chunks(tmp_path: Path) -> None:
+    """Every chunk once had a copy of the whole text: here 2.5 GB, more than an Arrow array takes."""
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"id": "a", "text": "x" * 160_000}))
+    blocks = read_corpus(open_corpus([path]), options=options(metadata=(), metadata_types=(), block_documents=1000))
+    assert sum(block.documents.num_rows for block in blocks) == 16_000
 
 
 def test_a_metadata_field_may_not_have_the_name_of_a_chunks_column() -> None:

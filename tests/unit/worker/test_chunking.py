@@ -86,6 +86,10 @@ SCRIPTS = {
     "devanagari": "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e\u0964 " * 80,
     "emoji": "\U0001f469\u200d\U0001f469\u200d\U0001f467\U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd" * 60,
     "combining": "e\u0301\u0323a\u0308" * 300,
+    "flags": "\U0001f1e9\U0001f1ea" * 300,
+    "decomposed hangul": "\u1112\u1161\u11ab" * 200,
+    "ligatures": "\ufb00\ufb1d" * 200,
+    "accents alone": "\u0301" * 600,
     "one word": "supercalifragilistic" * 100,
     "spaces": " " * 3000 + "x",
     "line ends": "a\r\nb\r\n" * 400,
@@ -170,19 +174,37 @@ def test_breaks_prefer_paragraphs_to_lines_to_sentences_to_words() -> None:
         "a bb Xccc",
     ):
         wanted = sample.index("X")
-        assert last_break(sample, 1, len(sample)) == wanted
-    assert first_break("aaa bbb. Xccc ddd", 1, 14) == 9
-    assert first_break("aaa Xbb ccc", 1, 9) == 4
+        assert last_break(sample, 0, 1, len(sample)) == wanted
+    assert first_break("aaa bbb. Xccc ddd", 0, 1, 14, 17) == 9
+    # A sentence is only looked for near the beginning, a word everywhere; one may begin at the very beginning.
+    assert first_break("aaa bbb. Xccc ddd", 0, 1, 7, 17) == 4
+    assert first_break("aaa bbbbbb ccc", 0, 5, 6, 14) == 11
+    assert first_break("aaa Xbb ccc", 0, 4, 9, 11) == 4
 
 
 @pytest.mark.parametrize(
     "character",
-    ["e\u0301\u0323", "\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\U0001f1e9\U0001f1ea"],
+    [
+        "e\u0301\u0323",
+        "\U0001f469\u200d\U0001f467",
+        "\U0001f44d\U0001f3fd",
+        "\U0001f1e9\U0001f1ea",
+        "\r\n",
+        "\u1112\u1161\u11ab",
+        " \u0301",
+        "\u0915\u094d\u0937",
+    ],
     ids=ascii,
 )
 def test_breaks_leave_what_a_reader_sees_as_one_character_whole(character: str) -> None:
-    sample = "x" + character * 3
-    joins = {1 + len(character) * i for i in range(4)}
-    for at in range(2, len(sample) + 1):
-        assert last_break(sample, 1, at) in joins
-        assert first_break(sample, at, len(sample)) in joins
+    sample = "x" + character * 300
+    joins = {1 + len(character) * i for i in range(301)}
+    for at in [*range(1 + len(character), 30), *range(len(sample) - 30, len(sample) + 1)]:
+        assert last_break(sample, 0, at - len(character), at) in joins
+        assert first_break(sample, 0, at, at, len(sample)) in joins
+
+
+def test_spaces_that_carry_accents_are_no_breaks() -> None:
+    sample = "ab cd" + " \u0301" * 20
+    assert [last_break(sample, 0, 4, high) for high in (5, 6, 7, 8, 30)] == [5, 5, 7, 7, 29]
+    assert last_break(sample, 0, 2, 7) == 3

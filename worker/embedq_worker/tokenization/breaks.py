@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-import unicodedata
+from collections.abc import Iterator
+from itertools import islice
+
+import regex  # type: ignore[import-untyped]
 
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
 _LINE = re.compile(r"\n\s*")
@@ -13,58 +16,59 @@ _SENTENCE = re.compile(
     "|[\u3002\uff01\uff1f\uff61][\u300d\u300f\u201d\u2019\uff09]*\\s*"
 )
 _WORD = re.compile(r"\s+")
-_ZERO_WIDTH_JOINER = "\u200d"
-_MOST_FLAG_LETTERS = 256
+_GRAPHEME = regex.compile(r"\X")
+_TRIES = 8
+"""Breaks of a kind to look at: spaces that carry accents are none, and a text may consist of them."""
 
 
-def last_break(text: str, low: int, high: int) -> int:
-    """Where to end a chunk: a position from `low` to `high`, `low` < `high` <= len(text), all in code points.
+def last_break(text: str, origin: int, low: int, high: int) -> int:
+    """Where to end a chunk: a position from `low` to `high`, `low` <= `high` <= len(text), all in code points.
 
     The last end of a paragraph there; else of a line, of a sentence, of a word; else the last place where no character
-    a reader sees is cut in two; else `high`.
+    that a reader sees is cut in two; else `high`. `origin` is such a place before `low`.
     """
     for kind in (_PARAGRAPH, _LINE, _SENTENCE, _WORD):
-        found = None
-        for match in kind.finditer(text, max(0, low - 1), high):
-            found = match.end()
-        if found is not None and found >= low:
-            return found
-    return next((at for at in range(high, low - 1, -1) if not _joined(text, at)), high)
+        for match in reversed(list(kind.finditer(text, max(origin, low - 1), high))[-_TRIES:]):
+            if (found := _whole_before(text, origin, max(low, match.start() + 1), match.end())) is not None:
+                return found
+    found = _whole_before(text, origin, low, high)
+    return high if found is None else found
 
 
-def first_break(text: str, low: int, high: int) -> int:
-    """Where to begin a chunk that repeats some of the text before it: a position from `low` to `high`.
+def first_break(text: str, origin: int, low: int, high: int, end: int) -> int:
+    """Where to begin a chunk that repeats some of the text before `end`, `low` <= `high` <= `end`, all in code points.
 
-    The first beginning of a sentence there; else of a word; else the first place where no character is cut in two.
+    The first beginning of a sentence from `low` to `high`; else of a word from `low` to `end`; else the first place
+    from `low` on where no character that a reader sees is cut in two. `origin` is such a place before `low`.
     """
-    for kind in (_SENTENCE, _WORD):
-        match = kind.search(text, low, high)
-        if match is not None:
-            return match.end()
-    return next((at for at in range(low, high + 1) if not _joined(text, at)), low)
+    for kind, limit in ((_SENTENCE, high), (_WORD, end)):
+        for match in islice(kind.finditer(text, max(origin, low - 1), limit), _TRIES):
+            if (found := _whole_before(text, origin, max(low, match.start() + 1), match.end())) is not None:
+                return found
+    return min(end, next(at for at in _graphemes(text, origin, low) if at >= low))
 
 
-def _joined(text: str, at: int) -> bool:
-    """Whether the code points around `at` make one character: combining marks, emoji sequences, flags, line ends."""
-    if not 0 < at < len(text):
-        return False
-    before, after = text[at - 1], text[at]
-    if before == "\r":
-        return after == "\n"
-    if before == _ZERO_WIDTH_JOINER or after == _ZERO_WIDTH_JOINER or unicodedata.category(after).startswith("M"):
-        return True
-    if "\U0001f3fb" <= after <= "\U0001f3ff" or "\U000e0020" <= after <= "\U000e007f":
-        return True
-    return _is_flag_letter(before) and _is_flag_letter(after) and _flag_letters_before(text, at) % 2 == 1
+def _whole_before(text: str, origin: int, low: int, high: int) -> int | None:
+    """The last place from `low` to `high` between two characters as a reader sees them; None if there is none."""
+    found = None
+    for at in _graphemes(text, origin, low):
+        if at > high:
+            break
+        if at >= low:
+            found = at
+    return found
 
 
-def _is_flag_letter(character: str) -> bool:
-    return "\U0001f1e6" <= character <= "\U0001f1ff"
+def _graphemes(text: str, origin: int, at: int) -> Iterator[int]:
+    """Ends of characters as a reader sees them, from one at or before `at` on; `origin` is a place between two."""
+    start = at
+    # Between two ASCII letters or digits is such a place, so that most texts need not be read from their origin.
+    while start > origin and not (_is_plain(text[start - 1]) and start < len(text) and _is_plain(text[start])):
+        start -= 1
+    yield start
+    for match in _GRAPHEME.finditer(text, start):
+        yield match.end()
 
 
-def _flag_letters_before(text: str, at: int) -> int:
-    first = at
-    # A text of nothing but flags must not be read from its beginning for each cut; far back, any parity does.
-    while first and at - first < _MOST_FLAG_LETTERS and _is_flag_letter(text[first - 1]):
-        first -= 1
-    return at - first
+def _is_plain(character: str) -> bool:
+    return character.isascii() and character.isalnum()
