@@ -322,9 +322,12 @@ class Writer:
                 # Somebody emptied the directory under a run: its files must not be read with each other's ranges.
                 raise OutputError(f"{dataset} has other ranges than the vectors that wait for it")
             metadata = {**self._file_metadata(spec), **vector_metadata(spec, ranges)}
-            return stage(dataset, token, spec.run, batches, metadata, tokens)
+            return stage(dataset, token, spec.run, batches, metadata, tokens, moved=self._moved)
 
         return dataset, self._patiently(attempt)
+
+    def _moved(self) -> None:
+        self._progress.ticks += 1
 
     def _publish(self, dataset: Dataset, file: PublishedFile, committed: Committed) -> None:
         def attempt() -> None:
@@ -368,7 +371,7 @@ class Writer:
 
     def _send(self, commit: Commit, durability: Durability) -> Committed:
         def attempt() -> Committed:
-            self._progress.ticks += 1  # waiting for the server is not a hang
+            self._moved()  # waiting for the server is not a hang
             return commit.send(self._client, durability=durability)
 
         return until_accepted(attempt, url=self._url, give_up=self._draining.is_set)

@@ -104,7 +104,7 @@ def test_a_run_to_s3_is_the_run_to_disk_row_for_row_and_is_read_by_every_command
     assert bucket.uploads() == []
     assert not any(run.state.iterdir())
 
-    again = embedq(*run.command())
+    again = in_process(capsys, *run.command())
     assert (again.status, again.err.splitlines()[0]) == (3, f"{run.output} is already complete")
     # Readers, in this process.
     dataset = open_dataset(run.output)
@@ -134,7 +134,7 @@ def test_a_run_to_s3_is_the_run_to_disk_row_for_row_and_is_read_by_every_command
     assert rows(bucket.copy("vectors", tmp_path / "retried")) == rows(local)
 
 
-@pytest.mark.parametrize("lost", ["nothing", "state"])
+@pytest.mark.parametrize("lost", [pytest.param("nothing", marks=pytest.mark.long), "state"])
 def test_a_killed_run_resumes_with_its_state_and_without(run: Run, bucket: Bucket, lost: str) -> None:
     process = run.start(SLOW)
     bucket.wait_for_parts("vectors", 2)
@@ -155,17 +155,6 @@ def test_a_killed_run_resumes_with_its_state_and_without(run: Run, bucket: Bucke
     assert before <= set(bucket.keys("vectors/part-")), "what was published is not computed again"
 
 
-def test_a_stopped_run_says_so_and_resumes(run: Run, bucket: Bucket) -> None:
-    process = run.start(SLOW)
-    bucket.wait_for_parts("vectors")
-    process.send_signal(signal.SIGINT)
-    stopped = finish(process)
-    assert stopped.status == 4
-    assert "the same command resumes" in stopped.err
-    assert bucket.keys("vectors/_owner/") == []
-    run.complete()
-
-
 def test_two_runs_on_one_prefix_are_one_run_and_refusals(run: Run, bucket: Bucket, tmp_path: Path) -> None:
     process = run.start("embed.forward:delay:every:3")
     bucket.wait_for_parts("vectors")
@@ -180,13 +169,18 @@ def test_two_runs_on_one_prefix_are_one_run_and_refusals(run: Run, bucket: Bucke
     assert "made with other options" in other_request.err
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    finish(process)
+    stopped = finish(process)
+    assert stopped.status == 4
+    assert "the same command resumes" in stopped.err
+    assert bucket.keys("vectors/_owner/") == []
     run.complete()
 
 
-def test_a_prefix_that_holds_something_else_is_refused(run: Run, bucket: Bucket) -> None:
+def test_a_prefix_that_holds_something_else_is_refused(
+    run: Run, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
     bucket.client.put_object(Bucket=bucket.name, Key="vectors/notes.txt", Body=b"mine")
-    refused = embedq(*run.command())
+    refused = in_process(capsys, *run.command())
     assert (refused.status, refused.out) == (2, "")
     assert f"{run.output} is not empty and holds no run" in refused.sentence
     assert bucket.keys() == ["vectors/notes.txt"]
@@ -207,15 +201,17 @@ def test_a_corpus_is_not_taken_for_the_output(run: Run, bucket: Bucket, capsys: 
         assert sentence in refused.sentence
 
 
-def test_access_denied_is_one_sentence_without_a_secret(run: Run, bucket: Bucket) -> None:
+def test_access_denied_is_one_sentence_without_a_secret(
+    run: Run, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
     bucket.deny("s3:PutObject")
-    refused = embedq(*run.command())
+    refused = in_process(capsys, *run.command())
     assert (refused.status, refused.out) == (2, "")
     assert refused.sentence.startswith(f"error: output: cannot write {run.output}/")
     assert refused.sentence.endswith(": access is denied to these credentials")
     assert not any(secret in refused.err for secret in KEYS.values())
     assert bucket.keys() == []
-    missing = embedq(*run.arguments, "-o", "s3://no-such-bucket-at-all/x")
+    missing = in_process(capsys, *run.arguments, "-o", "s3://no-such-bucket-at-all/x")
     assert missing.status == 2
     assert "there is no such bucket" in missing.sentence
 
@@ -252,7 +248,7 @@ def test_a_state_is_kept_for_each_dataset_below_one_folder(bucket: Bucket, tmp_p
 def test_without_boto3_the_sentence_says_what_to_install(tmp_path: Path, model: Path) -> None:
     (tmp_path / "boto3.py").write_text("raise ImportError('not here')\n")
     corpus = write_corpus(tmp_path / "corpus.jsonl", GIVEN[:1])
-    for command in (("run", corpus, "-m", model, "-o"), ("worker", "-m", model, "--output-root"), ("inspect",)):
+    for command in (("run", corpus, "-m", model, "-o"), ("worker", "-m", model, "--output-root")):
         done = embedq(*command, "s3://bucket/x", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
         assert done.status == 2
         assert done.sentence == "error: usage: s3:// needs boto3: pip install 'embedq[s3]'"

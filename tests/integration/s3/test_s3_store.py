@@ -30,10 +30,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return made
 
 
-def staged(store: Store, number: int = 0, content: bytes = b"PAR1 not really") -> PublishedFile:
+def staged(
+    store: Store,
+    number: int = 0,
+    content: bytes = b"PAR1 not really",
+    moved: Callable[[], None] = lambda: None,
+) -> PublishedFile:
     """A file of one row that waits for its commit."""
     token = f"{number:032x}"
-    held = store.stage(token, lambda path: _write(path, content), lambda path: None)
+    held = store.stage(token, lambda path: _write(path, content), lambda path: None, moved)
     return PublishedFile(
         token=token,
         run="r",
@@ -159,7 +164,9 @@ def test_a_large_file_is_sent_in_parts_and_is_whole(bucket: Bucket, monkeypatch:
     monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
     store = s3.store_at(bucket.at("out"))
     content = bytes(range(256)) * (11 << 12)
-    file = staged(store, content=content)
+    signs: list[None] = []
+    file = staged(store, content=content, moved=lambda: signs.append(None))
+    assert len(signs) > 100, "a slow line must not look like a hang"
     assert isinstance(file.upload, Upload)
     assert len(file.upload.parts) == 3
     store.publish(file, thoroughly=True)

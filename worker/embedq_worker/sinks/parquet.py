@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,14 @@ _LEAST_ROW_BYTES = 256
 
 
 def stage(
-    dataset: Dataset, token: str, run: str, batches: Sequence[VectorBatch], metadata: Mapping[str, str], tokens: int
+    dataset: Dataset,
+    token: str,
+    run: str,
+    batches: Sequence[VectorBatch],
+    metadata: Mapping[str, str],
+    tokens: int,
+    *,
+    moved: Callable[[], None] = lambda: None,
 ) -> PublishedFile:
     """Write `batches` to a file that its store holds durably and nobody sees; read its footer back.
 
@@ -33,6 +40,7 @@ def stage(
         batches: at least one row in all, with equal schemas; vectors of one type.
         metadata: stored in the file: model, fingerprint, pooling, ...
         tokens: token count of the rows, after truncation.
+        moved: called again and again while the file is sent to an object store.
 
     Raises:
         StorageError: the disk refused, or the file does not read back as written.
@@ -46,7 +54,7 @@ def stage(
         with pq.ParquetWriter(path, table.schema, **_writer_options(table.schema)) as writer:
             writer.write_table(table, row_group_size=max(1, ROW_GROUP_BYTES // weight))
 
-    staged = dataset.store.stage(token, write, lambda path: verify(path, table.num_rows))
+    staged = dataset.store.stage(token, write, lambda path: verify(path, table.num_rows), moved)
     return PublishedFile(
         token=token,
         run=run,

@@ -40,7 +40,6 @@ LINES_NAME = "_manifest"
 PART_BYTES = 16 << 20
 """Of an upload's parts, but the last; S3 takes 5 MiB or more, and 10,000 parts."""
 _PARALLEL = 4
-_DELETE_AT_ONCE = 1000
 _CONFLICTS = 5
 _REFUSALS = {
     "NoSuchBucket": "there is no such bucket",
@@ -208,27 +207,26 @@ class S3Store:
             self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=data)
 
     def delete(self, names: Iterable[str]) -> None:
-        keys = [{"Key": self._key(name)} for name in names]
-        for first in range(0, len(keys), _DELETE_AT_ONCE):
-            with self._asking("remove files from"):
-                wanted = {"Objects": keys[first : first + _DELETE_AT_ONCE], "Quiet": True}
-                answer = self._client.delete_objects(Bucket=self._bucket, Delete=wanted)
-            for refused in answer.get("Errors", ()):
-                raise _refused(str(refused.get("Code")), 0, f"cannot remove files from {self._location}")
+        # One by one: there are few, and endpoints disagree about the checksum of a request for many.
+        for name in names:
+            with self._asking("remove", name):
+                self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
 
-    def stage(self, token: str, write: Callable[[Path], None], check: Callable[[Path], None]) -> Staged:
+    def stage(
+        self, token: str, write: Callable[[Path], None], check: Callable[[Path], None], moved: Callable[[], None]
+    ) -> Staged:
         with storage_errors("write a temporary file"), tempfile.TemporaryDirectory(prefix="embedq-") as folder:
             path = Path(folder) / "part.parquet"
             write(path)
             fault_point("stage.written")
             check(path)
-            upload = self._upload(f"part-{token}.parquet", path)
+            upload = self._upload(f"part-{token}.parquet", path, moved)
             fault_point("stage.fsynced")
             size = path.stat().st_size
         fault_point("stage.verified")
         return Staged(size, upload)
 
-    def _upload(self, name: str, path: Path) -> Upload:
+    def _upload(self, name: str, path: Path, moved: Callable[[], None]) -> Upload:
         """All parts of a multipart upload, which is left incomplete."""
         with self._asking("write", name):
             upload = str(self._client.create_multipart_upload(Bucket=self._bucket, Key=self._key(name))["UploadId"])
@@ -244,7 +242,7 @@ class S3Store:
                     Key=self._key(name),
                     UploadId=upload,
                     PartNumber=number,
-                    Body=data,
+                    Body=_Watched(data, moved),
                     ContentMD5=b64encode(digest).decode(),
                 )
             return str(answer["ETag"]), digest
@@ -417,6 +415,18 @@ def _refused(code: str, status: int, where: str) -> Exception:
     if code in ("InvalidPart", "InvalidPartOrder", "EntityTooSmall"):
         return CommittedFileError(f"{where}: the upload has not the parts that were committed ({code})")
     return OutputError(f"{where}: {_REFUSALS.get(code, f'the object store answers {code or status}')}")
+
+
+class _Watched(io.BytesIO):
+    """Bytes that say that they are being sent: over a slow line a file takes longer than a lease."""
+
+    def __init__(self, data: bytes, moved: Callable[[], None]) -> None:
+        super().__init__(data)
+        self._moved = moved
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._moved()
+        return super().read(size)
 
 
 class _Reader(io.RawIOBase):

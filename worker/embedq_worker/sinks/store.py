@@ -88,13 +88,16 @@ class Store(Protocol):
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; one that is not there is no error."""
 
-    def stage(self, token: str, write: Callable[[Path], None], check: Callable[[Path], None]) -> Staged:
+    def stage(
+        self, token: str, write: Callable[[Path], None], check: Callable[[Path], None], moved: Callable[[], None]
+    ) -> Staged:
         """Hold a file durably that nobody sees before it is published.
 
         Args:
             token: of the commit that will name it.
             write: writes it to a path.
             check: raises StorageError unless it reads back from there.
+            moved: called again and again while it is sent somewhere, from any thread.
         """
 
     def is_staged(self, file: PublishedFile) -> bool:
@@ -204,7 +207,9 @@ class DirectoryStore:
         for folder in changed:
             fsync_directory(folder)
 
-    def stage(self, token: str, write: Callable[[Path], None], check: Callable[[Path], None]) -> Staged:
+    def stage(
+        self, token: str, write: Callable[[Path], None], check: Callable[[Path], None], moved: Callable[[], None]
+    ) -> Staged:
         path = self.path / STAGING_NAME / f"{token}.tmp"
         with storage_errors(f"write {path}"):
             try:
