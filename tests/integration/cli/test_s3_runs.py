@@ -29,6 +29,7 @@ from commands import (
 )
 from embedq_worker.sinks.dataset import dataset_at
 from s3_server import KEYS, Bucket
+from servers import Server
 from waiting import wait_until
 
 from embedq import ownership
@@ -173,6 +174,45 @@ def test_two_runs_on_one_prefix_are_one_run_and_refusals(run: Run, bucket: Bucke
     assert stopped.status == 4
     assert "the same command resumes" in stopped.err
     assert bucket.keys("vectors/_owner/") == []
+    run.complete()
+
+
+def test_a_producer_and_a_worker_write_below_the_workers_prefix_and_nowhere_else(
+    run: Run, bucket: Bucket, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Server() as server:
+        at = ("--redis", server.url)
+        command = ("--model", model, "--engine", "null", "--flush-interval-s", 0.2, "--output-root", bucket.at("mine/"))
+        worker = start("worker", *at, *command)
+        try:
+            refused = embedq("produce", run.corpus, *at, "-o", bucket.at("others/vectors"), "--wait")
+            assert refused.status == 1
+            assert "is outside the output roots of this worker" in refused.err
+            sent = embedq("produce", run.corpus, *at, "-o", bucket.at("mine/vectors/"), "--run", "nightly", "--wait")
+            assert sent.status == 0, sent.err
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            finish(worker)
+        results = in_process(capsys, "results", "nightly", *at)
+        assert len(results.out.splitlines()) == len(run.given)
+        other = in_process(capsys, "produce", run.corpus, *at, "-o", bucket.at("mine/vectors"), "--run", "other")
+        assert other.status == 2
+        assert f"{bucket.at('mine/vectors')} holds run nightly; give another" in other.sentence
+    assert_complete(bucket.copy("mine/vectors", run.folder / "copy"), [document["id"] for document in run.given])
+    assert bucket.keys("others/") == []
+    assert bucket.uploads() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["copy.begun", "copy.staged", "copy.committed", "copy.published"])
+def test_a_run_killed_while_it_copies_known_vectors_resumes(
+    bucket: Bucket, tmp_path: Path, model: Path, point: str
+) -> None:
+    run = Run(bucket, tmp_path, model, [*GIVEN, *({**document, "id": f"twin-{document['id']}"} for document in GIVEN)])
+    process = run.start(f"{point}:kill")
+    process.communicate(timeout=90)
+    assert process.returncode == -signal.SIGKILL
+    finish_off(process)
     run.complete()
 
 
