@@ -12,6 +12,7 @@ from embedq_producer.blocks import ReadOptions
 from embedq_producer.corpus import Corpus
 from embedq_producer.id_set import IdSet, hash_ids
 from embedq_producer.reader import read_corpus
+from embedq_schemas.encoding import OnLong
 from embedq_schemas.run import RunSpec
 from embedq_schemas.text_hash import hash_texts, text_keys
 from embedq_worker.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ from embedq_worker.engine.settings import EngineSettings
 from numpy.typing import NDArray
 
 from embedq.dataset.reader import DatasetReader
+from embedq.dataset.row_keys import row_keys
 
 _LEAST_TOKENS = 100_000
 """Of fewer tokens a dataset's own speed says more of starting than of computing."""
@@ -123,6 +125,7 @@ class _Index:
 
     def __init__(self, older: DatasetReader | None, wanted: RunSpec) -> None:
         self._columns = (*wanted.metadata, "text") if wanted.keep_text else wanted.metadata
+        self._chunked = older is not None and older.chunked and wanted.encoding.on_long is OnLong.CHUNK
         ids, contents = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         if older is not None and older.files:
             kept = [name for name in self._columns if name in older.schema.names]
@@ -130,8 +133,8 @@ class _Index:
             fields = wanted.metadata_fields | {"text": pa.string()}
             alike = all(name in kept and older.schema.field(name).type == fields[name] for name in self._columns)
             alike &= len(older.schema) == 6 + len(self._columns)
-            for batch in older.batches(["id", "text_sha256", *kept], batch_rows=1 << 16):
-                ids.append(hash_ids(batch.column("id")))
+            for batch in older.batches([*older.key, "text_sha256", *kept], batch_rows=1 << 16):
+                ids.append(row_keys(batch, chunked=self._chunked))
                 contents.append(
                     _contents(batch, batch.column("text_sha256"), self._columns) if alike else ~np.zeros_like(ids[-1])
                 )
@@ -147,7 +150,7 @@ class _Index:
         """
         if not len(self._ids) or not documents.num_rows:
             return 0, 0
-        ids = hash_ids(documents.column("id"))
+        ids = row_keys(documents, chunked=self._chunked)
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         there = self._ids[at] == ids
         self._seen[at[there]] = True

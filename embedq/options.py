@@ -62,7 +62,24 @@ class EncodingFlags(Options):
         OnSpecialTokens.KEEP,
         description="A literal <|im_end|> in a text: keep makes it the special token, escape plain text.",
     )
-    on_long: OnLong = Field(OnLong.TRUNCATE, description="A text above the maximum: truncate, or make it an error row.")
+    on_long: OnLong = Field(
+        OnLong.TRUNCATE,
+        description="A text above the maximum: truncate, make it an error row, or cut it into chunks, each a document "
+        "with its place in the text.",
+    )
+    chunk_tokens: int | None = Field(
+        None,
+        ge=2,
+        le=1 << 20,
+        description="With --on-long chunk: tokens of a chunk at most, special ones included. Unset: the maximum.",
+    )
+    chunk_overlap: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        description="With --on-long chunk: tokens that a chunk repeats of the one before it, at most. Unset: an eighth "
+        "of a chunk.",
+    )
     vector_type: VectorType = Field(
         VectorType.FLOAT32,
         description="How vectors are stored: float16 takes half the bytes of float32, int8 and uint8 a quarter, "
@@ -90,6 +107,8 @@ class EncodingFlags(Options):
                 truncation_side=self.truncation_side,
                 on_special_tokens=self.on_special_tokens,
                 on_long=self.on_long,
+                chunk_tokens=self.chunk_tokens,
+                chunk_overlap=self.chunk_overlap,
                 vector_type=self.vector_type,
                 vector_ranges=None if self.vector_ranges is None else encode_ranges(_load_ranges(self.vector_ranges)),
             )
@@ -271,6 +290,10 @@ class ProduceOptions(_BrokerFields, _MetricsFields, CorpusOptions, EncodingFlags
         description="Name of the run. Unset: made from the corpus and the options, so that the same command resumes.",
     )
     lane: Lane = Field(Lane.BULK, description="interactive goes before bulk.")
+    model: str = Field(
+        "", description="With --on-long chunk: the workers' checkpoint, whose tokenizer says where a text is too long."
+    )
+    revision: str | None = None
     ttl_s: int = Field(
         3600, ge=1, le=30 * 86400, description="Seconds the results of a run without a dataset stay in Redis."
     )

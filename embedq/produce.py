@@ -15,15 +15,19 @@ from embedq_broker.keys import Keys, check_run_id
 from embedq_broker.liveness import heartbeats, model_facts
 from embedq_broker.registry import Registry
 from embedq_producer.blocks import ReadOptions
+from embedq_producer.corpus import Corpus
 from embedq_producer.feed import Stopped, feed
+from embedq_schemas.encoding import EncodingOptions, OnLong
 from embedq_schemas.errors import OutputError, RunConflictError, RunIncompleteError, UsageError
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus, StreamSink
+from embedq_worker.checkpoint import load_checkpoint
 from embedq_worker.sinks.dataset import dataset_at, is_url
 from embedq_worker.sinks.store import SUCCESS_NAME
 
+from embedq.chunks import cut_long_texts
 from embedq.option_base import usage_errors
 from embedq.options import ProduceOptions, check_vector_type
-from embedq.run import exit_status, left_out, metadata_type_names
+from embedq.run import check_encoding, exit_status, left_out, metadata_type_names
 
 _FIRST_WORD_S = 3.0
 _NEXT_WORD_S = 15.0
@@ -42,7 +46,6 @@ def produce_corpus(
         EmbedqError: with the leaf that says why it cannot go on; RunIncompleteError when told to stop.
     """
     corpus = options.open_corpus(sources)
-    read_options = options.read_options(corpus)
     identity = options.corpus_identity(corpus)
     for note in (*filter(None, [left_out(corpus)]), *options.notes()):
         on_note(note)
@@ -52,7 +55,10 @@ def produce_corpus(
             on_note(warning)
         keys = Keys(options.queue)
         registry = Registry(client, keys)
-        wanted = _request(identity, read_options, options, model_facts(client, keys))
+        facts = model_facts(client, keys)
+        encoding = options.encoding(json.loads(facts.get("prompts", "{}")))
+        read_options = _read_options(corpus, encoding, options)
+        wanted = _request(identity, read_options, options, encoding, int(facts.get("dimension", 0)))
         _check_dataset(wanted)
         spec = registry.create(wanted)
         if not spec.same_request(wanted):
@@ -136,9 +142,20 @@ def _check_dataset(wanted: RunSpec) -> None:
             raise OutputError(f"{wanted.sink.path} holds run {owner.run}; give another directory")
 
 
-def _request(identity: str, read_options: ReadOptions, options: ProduceOptions, facts: dict[str, str]) -> RunSpec:
-    encoding = options.encoding(json.loads(facts.get("prompts", "{}")))
-    dimension = int(facts.get("dimension", 0))
+def _read_options(corpus: Corpus, encoding: EncodingOptions, options: ProduceOptions) -> ReadOptions:
+    read_options = options.read_options(corpus)
+    if encoding.on_long is not OnLong.CHUNK:
+        return read_options
+    if not options.model:
+        raise UsageError("--on-long chunk needs --model: the checkpoint whose tokenizer says where a text is too long")
+    checkpoint = load_checkpoint(options.model, revision=options.revision)
+    check_encoding(checkpoint, encoding)
+    return cut_long_texts(read_options, encoding, checkpoint)
+
+
+def _request(
+    identity: str, read_options: ReadOptions, options: ProduceOptions, encoding: EncodingOptions, dimension: int
+) -> RunSpec:
     if encoding.dimensions is not None and dimension and encoding.dimensions > dimension:
         raise UsageError(f"--dimensions {encoding.dimensions} is above the model's {dimension}")
     # Where no worker has described its model yet, workers refuse what does not fit it.
@@ -157,7 +174,7 @@ def _request(identity: str, read_options: ReadOptions, options: ProduceOptions, 
             sink=sink,
             lane=options.lane,
             durability=options.durability,
-            metadata=read_options.metadata,
+            metadata=tuple(read_options.columns),
             metadata_types=metadata_type_names(read_options),
             keep_text=options.keep_text,
             created_at=time.time(),

@@ -25,6 +25,7 @@ from embedq_broker.settings import BrokerSettings
 from embedq_producer.blocks import ReadOptions
 from embedq_producer.corpus import Corpus
 from embedq_producer.feed import Stopped, feed
+from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import OutputError, RunIncompleteError, RunNotFoundError, UsageError
 from embedq_schemas.ipc import METADATA_TYPE
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus
@@ -37,6 +38,7 @@ from embedq_worker.sinks.store import SUCCESS_NAME
 from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_slots
 from redis.exceptions import RedisError
 
+from embedq.chunks import cut_long_texts
 from embedq.claim import check_apart, check_output, claim, holds_nothing, refuse_other_run
 from embedq.dataset.reader import DatasetReader, open_dataset
 from embedq.directory import LocalState, finished_state, local_state, owned
@@ -102,9 +104,11 @@ def _task(sources: Sequence[str | Path], options: RunOptions) -> Task:
     check_output(dataset)
     corpus = options.open_corpus(sources)
     check_apart(sources, corpus, dataset)
-    read_options = options.read_options(corpus)
     checkpoint = options.checkpoint()
-    wanted = _request(corpus, read_options, dataset, options, checkpoint)
+    encoding = options.encoding(dict(checkpoint.prompts))
+    check_encoding(checkpoint, encoding)
+    read_options = cut_long_texts(options.read_options(corpus), encoding, checkpoint)
+    wanted = _request(corpus, read_options, dataset, options, checkpoint, encoding)
     return Task(corpus, read_options, options, dataset, wanted, checkpoint)
 
 
@@ -454,11 +458,13 @@ def left_out(corpus: Corpus) -> str:
 
 
 def _request(
-    corpus: Corpus, read_options: ReadOptions, dataset: Dataset, options: RunOptions, checkpoint: Checkpoint
+    corpus: Corpus,
+    read_options: ReadOptions,
+    dataset: Dataset,
+    options: RunOptions,
+    checkpoint: Checkpoint,
+    encoding: EncodingOptions,
 ) -> RunSpec:
-    encoding = options.encoding(dict(checkpoint.prompts))
-    check_encoding(checkpoint, encoding.dimensions, encoding.max_length)
-    check_vector_type(encoding, checkpoint.dimension)
     run = time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     with usage_errors():
         return RunSpec(
@@ -469,7 +475,7 @@ def _request(
             encoding=encoding,
             sink=ParquetSink(path=str(dataset), file_bytes=options.file_bytes),
             durability=options.durability,
-            metadata=read_options.metadata,
+            metadata=tuple(read_options.columns),
             metadata_types=metadata_type_names(read_options),
             keep_text=options.keep_text,
             created_at=time.time(),
@@ -479,13 +485,17 @@ def _request(
 
 def metadata_type_names(options: ReadOptions) -> tuple[str, ...]:
     """For a run's specification: none where all are strings."""
-    plain = all(kind == METADATA_TYPE for kind in options.types)
-    return () if plain else tuple(map(str, options.types))
+    types = options.columns.values()
+    return () if all(kind == METADATA_TYPE for kind in types) else tuple(map(str, types))
 
 
-def check_encoding(checkpoint: Checkpoint, dimensions: int | None, max_length: int | None) -> None:
+def check_encoding(checkpoint: Checkpoint, encoding: EncodingOptions) -> None:
     """Refuse options above the model's; raises UsageError."""
-    if dimensions is not None and dimensions > checkpoint.dimension:
-        raise UsageError(f"--dimensions {dimensions} is above the model's {checkpoint.dimension}")
-    if max_length is not None and max_length > checkpoint.max_length:
-        raise UsageError(f"--max-length {max_length} is above the model's {checkpoint.max_length}")
+    for option, asked, most in (
+        ("--dimensions", encoding.dimensions, checkpoint.dimension),
+        ("--max-length", encoding.max_length, checkpoint.max_length),
+        ("--chunk-tokens", encoding.chunk_tokens, checkpoint.max_length),
+    ):
+        if asked is not None and asked > most:
+            raise UsageError(f"{option} {asked} is above the model's {most}")
+    check_vector_type(encoding, checkpoint.dimension)

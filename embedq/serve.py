@@ -43,8 +43,9 @@ class ServeOptions(_BrokerFields, _WorkerFields, GatewaySettings):
     )
 
     def gateway(self) -> GatewaySettings:
-        """For the gateway."""
-        return GatewaySettings(**{name: getattr(self, name) for name in GatewaySettings.model_fields})
+        """For the gateway; raises UsageError."""
+        with usage_errors():
+            return GatewaySettings(**{name: getattr(self, name) for name in GatewaySettings.model_fields})
 
 
 register(ServeOptions)

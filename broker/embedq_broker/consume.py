@@ -281,11 +281,20 @@ def is_fatal(entry: Entry, tries: int, max_deliveries: int) -> bool:
 
 def undelivered(client: redis.Redis, keys: Keys, stage: Stage, *lanes: Lane) -> int:
     """Entries no consumer of the stage holds. (`lag` would tell, but is null once an entry was deleted.)"""
-    return sum(undelivered_by_lane(client, keys, stage, lanes).values())
+    return sum(load.undelivered for load in lane_loads(client, keys, stage, lanes).values())
 
 
-def undelivered_by_lane(client: redis.Redis, keys: Keys, stage: Stage, lanes: Sequence[Lane]) -> dict[Lane, int]:
-    """`undelivered` of each lane, in one round trip."""
+@dataclass(frozen=True)
+class LaneLoad:
+    """Entries of one stage in one lane."""
+
+    undelivered: int
+    #: Under lease, by consumer.
+    held: Mapping[str, int]
+
+
+def lane_loads(client: redis.Redis, keys: Keys, stage: Stage, lanes: Sequence[Lane]) -> dict[Lane, LaneLoad]:
+    """What each lane of a stage holds, in one round trip."""
     # Not a transaction: a full server refuses to queue even reads.
     pipe = client.pipeline(transaction=False)
     for lane in lanes:
@@ -295,11 +304,12 @@ def undelivered_by_lane(client: redis.Redis, keys: Keys, stage: Stage, lanes: Se
     found = {}
     for lane, length, pending in zip(lanes, replies[::2], replies[1::2], strict=True):
         if isinstance(pending, ResponseError) and "NOGROUP" in str(pending):
-            pending = {"pending": 0}
+            pending = {"pending": 0, "consumers": []}
         for reply in (length, pending):
             if isinstance(reply, Exception):
                 raise reply
-        found[lane] = max(0, int(length) - int(pending["pending"]))
+        held = {text(consumer["name"]): int(consumer["pending"]) for consumer in pending["consumers"]}
+        found[lane] = LaneLoad(max(0, int(length) - int(pending["pending"])), held)
     return found
 
 

@@ -56,10 +56,11 @@ def bury(client: redis.Redis, keys: Keys, consumer: str) -> None:
     client.hdel(keys.workers, consumer)
 
 
-def wanted_batch_tokens(client: redis.Redis, keys: Keys, *, fresh_s: float) -> tuple[int, ...]:
-    """The `max_batch_tokens` of each live embedder; empty while there is none."""
+def wanted_batch_tokens(client: redis.Redis, keys: Keys, *, fresh_s: float) -> dict[str, int]:
+    """The `max_batch_tokens` of each live embedder, by its consumer name; empty while there is none."""
     now = time.time()
-    return tuple(b.max_batch_tokens for b in heartbeats(client, keys) if b.max_batch_tokens and now - b.at < fresh_s)
+    beats = (b for b in heartbeats(client, keys) if b.max_batch_tokens and now - b.at < fresh_s)
+    return {b.consumer: b.max_batch_tokens for b in beats}
 
 
 def bind_model(client: redis.Redis, keys: Keys, fingerprint: str, facts: dict[str, str | int]) -> None:

@@ -3,6 +3,7 @@
 from embedq_schemas.quantize import VectorType
 from embedq_schemas.vector_batch import VectorBatch
 
+from embedq.dataset.pooling import PooledReader, pooled
 from embedq.dataset.reader import DatasetReader, VectorFacts, open_dataset
 
-__all__ = ["DatasetReader", "VectorBatch", "VectorFacts", "VectorType", "open_dataset"]
+__all__ = ["DatasetReader", "PooledReader", "VectorBatch", "VectorFacts", "VectorType", "open_dataset", "pooled"]

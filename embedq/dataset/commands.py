@@ -197,6 +197,10 @@ def export(dataset: Place, options: ExportOptions) -> int:
     from embedq.dataset.export import export_dataset
 
     reader = open_dataset(dataset, partial=options.partial)
+    if options.pool_chunks:
+        from embedq.dataset.pooling import pooled
+
+        reader = pooled(reader)
     place = export_dataset(reader, options)
     print(f"{reader.rows:,} vectors of {reader.dimensions} dimensions: {place}")
     return 0

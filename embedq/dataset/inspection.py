@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from embedq_producer.id_set import hash_ids
 from embedq_schemas.run import RunSpec
 from embedq_schemas.text_hash import text_keys
 from embedq_worker.embed import NORM_TOLERANCE
@@ -18,8 +17,9 @@ from numpy.typing import NDArray
 
 from embedq.dataset.reader import DatasetReader, VectorFacts
 from embedq.dataset.repeats import RepeatedKeys
+from embedq.dataset.row_keys import row_keys
 
-_COLUMNS = ("id", "vector", "n_tokens", "truncated", "text_sha256")
+_COLUMNS = ("vector", "n_tokens", "truncated", "text_sha256")
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
     repeated_ids = repeated_texts = 0
     if reader.files:
         with RepeatedKeys() as ids, RepeatedKeys() as texts:
-            for batch in reader.batches(_COLUMNS):
-                ids.add(hash_ids(batch.column("id")))
+            for batch in reader.batches([*reader.key, *_COLUMNS]):
+                ids.add(row_keys(batch, chunked=reader.chunked))
                 texts.add(text_keys(batch.column("text_sha256")))
                 if reader.vector_type.floating:
                     norms.add(reader.as_float32(batch))

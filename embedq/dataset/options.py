@@ -68,6 +68,11 @@ class ExportOptions(Options):
         "embeddings", min_length=1, max_length=63, description="Table (pgvector) or collection (qdrant)."
     )
     export_api_key: str | None = Field(None, description="API key of the Qdrant server, if it asks for one.")
+    pool_chunks: bool = Field(
+        False,
+        description="For a dataset of chunks: one row for each document, its vector the mean of its chunks' vectors, "
+        "weighted by their tokens.",
+    )
     replace: bool = Field(False, description="Take the place of what has the target's name already.")
     partial: bool = Field(False, description="Also export a dataset that is not complete yet.")
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from embedq_schemas.encoding import OnLong
 from embedq_schemas.errors import CodecError, OutputError, RunIncompleteError, RunNotFoundError, UsageError
 from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.quantize import VectorType, decode_ranges, dequantize
@@ -83,6 +84,16 @@ class DatasetReader:
     def size_bytes(self) -> int:
         """Bytes of all files."""
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether long texts were cut: then a row is a chunk, and `id` and `chunk_index` together are its key."""
+        return self.spec.encoding.on_long is OnLong.CHUNK
+
+    @property
+    def key(self) -> list[str]:
+        """The columns that tell rows apart."""
+        return ["id", "chunk_index"] if self.chunked else ["id"]
 
     def locate(self, file: PublishedFile) -> Path:
         """Where the file lies now in a directory; a compaction may have moved it since the dataset was opened."""

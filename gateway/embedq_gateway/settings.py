@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedq_schemas.encoding import OnLong
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 
 class GatewaySettings(BaseModel):
@@ -79,3 +79,10 @@ class GatewaySettings(BaseModel):
         256, ge=1, description="Batches that are not over, of all keys together; more are answered with 429."
     )
     grace_s: float = Field(30.0, gt=0, le=3600, description="Seconds requests may take to finish on SIGTERM or Ctrl-C.")
+
+    @field_validator("on_long")
+    @classmethod
+    def _whole(cls, on_long: OnLong) -> OnLong:
+        if on_long is OnLong.CHUNK:
+            raise ValueError("an input gets one vector; error and truncate are what a long one may get")
+        return on_long

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import pyarrow as pa
+from embedq_schemas.chunks import CHUNK_COLUMNS, Chunks
 from embedq_schemas.errors import DocumentErrorCode, UsageError
 from embedq_schemas.ipc import METADATA_TYPE
 
@@ -18,6 +20,9 @@ _MAX_BYTES = 1 << 30
 # What the JSON decoder cannot match as the name of a field.
 _UNUSABLE = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 _COLUMNS = ("id", "ordinal", "text")
+
+Splitter = Callable[[pa.StringArray], Chunks]
+"""Cuts texts [n] into chunks. What it makes of a text depends on that text and its own settings alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class ReadOptions:
     """Longest line, row or whole file that is a document, without its newline. 1 to 2**30."""
     strict: bool = False
     """Raise InputError on the first bad document instead of rejecting it."""
+    splitter: Splitter | None = None
+    """Makes several documents of a long one, each with its own ordinal, as if the corpus held them so."""
 
     def __post_init__(self) -> None:
         for name in ("block_bytes", "block_documents", "max_line_bytes"):
@@ -51,7 +58,8 @@ class ReadOptions:
         fields = (self.id_field, *(() if self.texts else texts), *self.metadata)
         if repeated := [field for index, field in enumerate(fields) if field in fields[:index]]:
             raise UsageError(f"The field {repeated[0]!r} is used twice among id, text and metadata.")
-        if taken := [field for field in self.metadata if field in _COLUMNS]:
+        reserved = _COLUMNS if self.splitter is None else (*_COLUMNS, *CHUNK_COLUMNS)
+        if taken := [field for field in self.metadata if field in reserved]:
             raise UsageError(f"The metadata field {taken[0]!r} has the name of a column that every document has.")
 
     @cached_property
@@ -63,6 +71,12 @@ class ReadOptions:
     def types(self) -> tuple[pa.DataType, ...]:
         """One type for each metadata field."""
         return self.metadata_types or (METADATA_TYPE,) * len(self.metadata)
+
+    @property
+    def columns(self) -> dict[str, pa.DataType]:
+        """Columns that documents have behind their text: the metadata, then those of chunks."""
+        own = dict(zip(self.metadata, self.types, strict=True))
+        return own if self.splitter is None else own | CHUNK_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,9 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class CorpusBlock:
-    """Consecutive lines or rows of the input: `documents` + `rejects` + `duplicates` are those that are not blank."""
+    """Consecutive lines or rows of the input: `documents` + `rejects` + `duplicates` are those that are not blank, if
+    nothing is cut into chunks.
+    """
 
     documents: pa.RecordBatch
     """`document_schema(options)`, ordinals ascending; may have no rows."""
@@ -96,12 +112,12 @@ class CorpusBlock:
 
 
 def document_schema(options: ReadOptions) -> pa.Schema:
-    """Columns of `CorpusBlock.documents`: id, ordinal, text, then the metadata fields in the order asked for."""
+    """Columns of `CorpusBlock.documents`: id, ordinal, text, then `options.columns`."""
     return pa.schema(
         [
             pa.field("id", pa.string(), nullable=False),
             pa.field("ordinal", pa.int64(), nullable=False),
             pa.field("text", pa.string(), nullable=False),
-            *map(pa.field, options.metadata, options.types),
+            *map(pa.field, options.columns, options.columns.values()),
         ]
     )

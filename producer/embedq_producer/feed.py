@@ -134,9 +134,9 @@ class _Feeder:
     def _pass_by(self, repeats: Repeats, start: Position) -> None:
         """Show `repeats` the documents before `start`, which were sent or held back by an earlier producer."""
         for block in read_corpus(self.corpus, options=self.options):
-            before = int(np.searchsorted(block.documents.column("ordinal").to_numpy(), start.ordinal))
+            before = int(np.searchsorted(block.documents.column("ordinal").to_numpy(), start.next_ordinal))
             repeats.first_time(block.documents.slice(0, before))
-            if block.end.ordinal >= start.ordinal:
+            if block.end.next_ordinal >= start.next_ordinal:
                 return
 
     def _settle(self, held: HeldBack, recorded: str) -> str:
@@ -162,7 +162,7 @@ class _Feeder:
         for block in read_corpus(self.corpus, options=self.options):
             wanted = left.contains(block.documents.column("ordinal").to_numpy())
             if wanted.any():
-                here = replace(here, line=block.end.ordinal)
+                here = replace(here, line=block.end.next_ordinal)
                 block = replace(
                     block, documents=block.documents.filter(pa.array(wanted)), rejects=(), duplicates=0, end=here
                 )

@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+from embedq_broker.consume import MAX_ENTRY_DOCUMENTS
 from embedq_schemas.errors import DocumentErrorCode, InputError
 from numpy.typing import NDArray
 
 from .assembly import DecodedBlock
-from .blocks import CorpusBlock, ReadOptions, Reject
+from .blocks import CorpusBlock, ReadOptions, Reject, Splitter
 from .documents import Parser, content_id, document_ids
 from .id_set import IdSet, hash_ids
 from .position import Position
+from .splitting import number_chunks, split_documents
 
 
 @dataclass(slots=True)
@@ -123,8 +125,10 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def block_of(piece: Piece, schema: pa.Schema, ids: IdSet, strict_in: str | None) -> CorpusBlock:
-    """Columns with each id once. With `strict_in`, a corpus's name, the first reject is raised as InputError."""
+def block_of(piece: Piece, schema: pa.Schema, ids: IdSet, strict_in: str | None, split: Splitter | None) -> CorpusBlock:
+    """Columns with each id once, long texts cut. With `strict_in`, a corpus's name, the first reject is raised as
+    InputError. `schema` is that of documents before they are cut.
+    """
     columns = [piece.ids, pa.array(piece.ordinals), piece.texts, *piece.metadata]
     documents = pa.RecordBatch.from_arrays(columns, schema=schema)
     rejects = piece.rejects
@@ -135,16 +139,27 @@ def block_of(piece: Piece, schema: pa.Schema, ids: IdSet, strict_in: str | None)
             if index in piece.made:
                 duplicates += 1
                 continue
-            ordinal, document_id = int(piece.ordinals[index]), piece.ids[index].as_py()
-            line = int(piece.lines[ordinal - piece.start.ordinal])
             message = "an earlier document has the same id"
-            rejects.append(Reject(ordinal, line, document_id, DocumentErrorCode.DUPLICATE_ID, message))
-        rejects.sort(key=lambda reject: reject.ordinal)
+            rejects.append(_reject(piece, index, DocumentErrorCode.DUPLICATE_ID, message))
         documents = documents.filter(pa.array(fresh))
+    if split is not None:
+        whole = documents.column("ordinal").to_numpy()
+        documents, counts, refused = split_documents(documents, split, MAX_ENTRY_DOCUMENTS)
+        rows = np.flatnonzero(fresh)
+        rejects += [_reject(piece, int(rows[row]), DocumentErrorCode.TOO_LONG, why) for row, why in refused]
+    rejects.sort(key=lambda reject: reject.ordinal)
     if piece.files:
         firsts = [first for first, _ in piece.files]
         rejects = [replace(reject, file=piece.files[bisect_right(firsts, reject.ordinal) - 1][1]) for reject in rejects]
     if strict_in is not None and rejects:
         bad = rejects[0]
         raise InputError(f"The corpus {bad.file or strict_in}, line {bad.line}: {bad.message} ({bad.code}).")
-    return CorpusBlock(documents, tuple(rejects), piece.start, piece.end, duplicates)
+    block = CorpusBlock(documents, tuple(rejects), piece.start, piece.end, duplicates)
+    return block if split is None else number_chunks(block, whole, counts)
+
+
+def _reject(piece: Piece, row: int, code: DocumentErrorCode, message: str) -> Reject:
+    """For the document at `row` of the piece."""
+    ordinal = int(piece.ordinals[row])
+    line = int(piece.lines[ordinal - piece.start.ordinal])
+    return Reject(ordinal, line, piece.ids[row].as_py(), code, message)

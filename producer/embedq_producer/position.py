@@ -8,7 +8,7 @@ from typing import Self
 
 from embedq_schemas.errors import CodecError
 
-_FIELDS = ("file", "offset", "line", "ordinal")
+_FIELDS = ("file", "offset", "line", "ordinal", "chunks")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -22,7 +22,9 @@ class Position:
     line: int
     """Lines, elements or rows of this file before this point, blank ones included; the next one is `line + 1`."""
     ordinal: int
-    """Documents of all files before this point, bad ones included; the next one takes this ordinal."""
+    """Documents of all files before this point, bad ones included."""
+    chunks: int = 0
+    """Chunks that long documents before this point were cut into, beyond one each."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -30,9 +32,17 @@ class Position:
             if type(value) is not int or value < 0:
                 raise CodecError(f"A corpus position's {name} must be an integer >= 0, found {value!r}.")
 
+    @property
+    def next_ordinal(self) -> int:
+        """What the next document, or its first chunk, takes."""
+        return self.ordinal + self.chunks
+
     def to_json(self) -> str:
-        """One JSON object with the four fields, without whitespace; `from_json` is its inverse."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """One JSON object of the fields, `chunks` if there are any, without whitespace; `from_json` is its inverse."""
+        fields = asdict(self)
+        if not self.chunks:
+            del fields["chunks"]
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, source: str) -> Self:
@@ -41,7 +51,7 @@ class Position:
             fields = json.loads(source)
         except (ValueError, RecursionError) as error:
             raise CodecError(f"A corpus position is not JSON: {error}.") from error
-        if not isinstance(fields, dict) or sorted(fields) != sorted(_FIELDS):
+        if not isinstance(fields, dict) or sorted({"chunks": 0} | fields) != sorted(_FIELDS):
             raise CodecError(f"A corpus position must be a JSON object of {', '.join(_FIELDS)}.")
         return cls(**fields)
 

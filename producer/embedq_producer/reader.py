@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -51,16 +52,19 @@ def read_corpus(corpus: Corpus, *, options: ReadOptions, start: Position = START
     Raises InputError, at some `next`, if the corpus cannot be read, changes while it is read, or is not the one `start`
     was recorded on, and under `strict` instead of the block that holds the first bad document.
     """
-    schema = document_schema(options)
+    schema = document_schema(replace(options, splitter=None))
     ids = IdSet()
     strict_in = corpus.name if options.strict else None
-    pieces = _pieces(corpus, options, start)
+    in_files = replace(start, chunks=0)
+    pieces = _pieces(corpus, options, in_files)
     if start != START:
-        _read_past(pieces, start, ids, corpus.name)
+        _read_past(pieces, in_files, ids, corpus.name)
     for piece in merge(pieces, options):
         # Where a file ends and where the next begins is one place.
-        piece.start, start = start, piece.end
-        yield block_of(piece, schema, ids, strict_in)
+        piece.start = start
+        block = block_of(piece, schema, ids, strict_in, options.splitter)
+        yield block
+        start = block.end
 
 
 def metadata_types(corpus: Corpus, options: ReadOptions) -> tuple[pa.DataType, ...]:

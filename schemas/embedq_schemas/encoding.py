@@ -27,10 +27,13 @@ class OnSpecialTokens(StrEnum):
 
 
 class OnLong(StrEnum):
-    """What happens to a text above the maximum length: cut (its row says `truncated`), or an error row."""
+    """What happens to a text above the maximum length: its end is dropped (its row says `truncated`), it is an error
+    row, or it becomes several documents, which whoever reads the corpus makes of it.
+    """
 
     TRUNCATE = "truncate"
     ERROR = "error"
+    CHUNK = "chunk"
 
 
 class EncodingOptions(BaseModel):
@@ -49,6 +52,10 @@ class EncodingOptions(BaseModel):
     truncation_side: TruncationSide = TruncationSide.RIGHT
     on_special_tokens: OnSpecialTokens = OnSpecialTokens.KEEP
     on_long: OnLong = OnLong.TRUNCATE
+    #: For `chunk`: tokens of a chunk at most, specials and prompt included; None means the maximum length.
+    chunk_tokens: int | None = Field(default=None, ge=2, le=1 << 20)
+    #: For `chunk`: tokens that a chunk repeats of the one before it, at most; None means an eighth of `chunk_tokens`.
+    chunk_overlap: int | None = Field(default=None, ge=0, le=1 << 20)
     #: How vectors are stored and sent.
     vector_type: VectorType = VectorType.FLOAT32
     #: Ranges of int8 and uint8, as `encode_ranges` writes them. None: found from the run's first vectors.
@@ -62,6 +69,17 @@ class EncodingOptions(BaseModel):
     def ranges(self) -> NDArray[np.float32] | None:
         """`vector_ranges` as float32 [2, dimensions]."""
         return None if self.vector_ranges is None else decode_ranges(self.vector_ranges)
+
+    @model_validator(mode="after")
+    def _chunks_fit(self) -> Self:
+        sizes = [size for size in (self.chunk_tokens, self.chunk_overlap) if size is not None]
+        if sizes and self.on_long is not OnLong.CHUNK:
+            raise ValueError("the size and the overlap of chunks are given, and long texts are not cut into chunks")
+        if self.chunk_tokens and self.max_length and self.chunk_tokens > self.max_length:
+            raise ValueError(f"chunks of {self.chunk_tokens} tokens do not fit the maximum of {self.max_length}")
+        if self.chunk_tokens and 2 * (self.chunk_overlap or 0) > self.chunk_tokens:
+            raise ValueError(f"an overlap of {self.chunk_overlap} is above half of the {self.chunk_tokens} of a chunk")
+        return self
 
     @model_validator(mode="after")
     def _vectors_fit(self) -> Self:

@@ -144,12 +144,6 @@ class RunIncompleteError(EmbedqError):
     exit_code = 4
 
 
-class LeaseLostError(EmbedqError):
-    """Entries were taken over by another consumer; nothing was committed."""
-
-    code = "lease_lost"
-
-
 class CodecError(EmbedqError):
     """Bytes from the wire or from a file do not decode to what they claim to be."""
 

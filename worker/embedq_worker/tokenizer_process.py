@@ -6,12 +6,12 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import redis
 from embedq_broker.commit import Commit, Committed
 from embedq_broker.connect import connect, translate
-from embedq_broker.consume import Consumer, Entry, Stage, undelivered_by_lane
+from embedq_broker.consume import Consumer, Entry, Stage, lane_loads
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys
 from embedq_broker.liveness import bind_model, wanted_batch_tokens
@@ -34,6 +34,9 @@ _WAIT_FOR_EMBEDDER_S = 60.0
 _INTERACTIVE_JOBS = 64
 _BULK_WINDOW_S = 0.1
 """What a window of several bulk jobs may take, as the last one tells: interactive jobs wait for it."""
+_GATHER_SHARE = 0.05
+_MOST_GATHER_S = 0.05
+"""How long requests may gather once a batch of them is wanted: a share of the time that none was, at most this."""
 
 
 def run_tokenizer(config: ProcessConfig, stop: threading.Event, ready: Callable[[], None]) -> None:
@@ -94,7 +97,9 @@ class _Loop:
         self._next_sweep = 0.0
         self._adopt = False
         self._budget: int | None = None
-        self._embedders = 1
+        self._embedders: Set[str] = frozenset()
+        self._full_since: float | None = None
+        self._gather_until = 0.0
         self._budget_at = 0.0
         self._ahead = False
         self._starved = False
@@ -181,6 +186,7 @@ class _Loop:
 
     def _read(self, lanes: list[Lane]) -> list[Entry]:
         if lanes[0] is Lane.INTERACTIVE:
+            self._stop.wait(max(0.0, self._gather_until - time.monotonic()))
             # All that wait, so that many small requests share a batch.
             found = self._consumer.read(self._reader, [Lane.INTERACTIVE], count=_INTERACTIVE_JOBS, block_ms=None)
             if found:
@@ -212,11 +218,25 @@ class _Loop:
         return min(self._config.worker.window_jobs, self._most_jobs) if self._ahead else 1
 
     def _lanes_with_room(self) -> list[Lane]:
-        waiting = undelivered_by_lane(self._client, self._consumer.keys, Stage.EMBED, LANES)
-        self._ahead = waiting[Lane.BULK] > 0
-        # While a batch of requests waits for each embedder, further requests gather, and share the next one.
-        most = {Lane.INTERACTIVE: self._embedders, Lane.BULK: self._config.broker.max_ready_batches}
-        return [lane for lane in LANES if waiting[lane] < most[lane]]
+        loads = lane_loads(self._client, self._consumer.keys, Stage.EMBED, LANES)
+        bulk, urgent = loads[Lane.BULK], loads[Lane.INTERACTIVE]
+        self._ahead = bulk.undelivered > 0
+        # An embedder computes one batch: what else it has taken waits. While a batch of requests waits for each of
+        # them, further requests gather, and share the next one.
+        taken = sum(max(0, held - 1) for consumer, held in urgent.held.items() if consumer in self._embedders)
+        full = urgent.undelivered + taken >= max(1, len(self._embedders))
+        self._note_full(full)
+        lanes = [] if full else [Lane.INTERACTIVE]
+        return [*lanes, Lane.BULK] if bulk.undelivered < self._config.broker.max_ready_batches else lanes
+
+    def _note_full(self, full: bool) -> None:
+        """Let requests gather for a moment once there is room: those answered just now come back together."""
+        now = time.monotonic()
+        if full:
+            self._full_since = self._full_since or now
+        elif self._full_since is not None:
+            self._gather_until = now + min(_MOST_GATHER_S, _GATHER_SHARE * (now - self._full_since))
+            self._full_since = None
 
     def _embedders_known(self) -> bool:
         """Refresh the token budget; False while it is too early to pack without one."""
@@ -224,7 +244,7 @@ class _Loop:
         if self._budget is None or now - self._budget_at > 1.0:
             fresh_s = max(10.0, 2 * self._config.broker.lease_s)
             wanted = wanted_batch_tokens(self._client, self._consumer.keys, fresh_s=fresh_s)
-            self._budget = min(wanted, default=self._budget)
-            self._embedders = max(1, len(wanted))
+            self._budget = min(wanted.values(), default=self._budget)
+            self._embedders = wanted.keys()
             self._budget_at = now
         return self._budget is not None or now - self._started > _WAIT_FOR_EMBEDDER_S

@@ -251,7 +251,8 @@ class TokenizerStage:
         given = holds_ids(group.documents)
         code = DocumentErrorCode.INVALID_INPUT_IDS if given else DocumentErrorCode.TOKENIZER_FAILED
         reasons: dict[int, tuple[DocumentErrorCode, str]] = {row: (code, message) for row, message in errors.items()}
-        if group.encoding.on_long is OnLong.ERROR:
+        # Where long texts were to be cut into chunks, one that was not is no less of a fault.
+        if group.encoding.on_long is not OnLong.TRUNCATE:
             for row in np.flatnonzero(truncated).tolist():
                 text = f"{n_tokens[row]} tokens, the maximum is {max_length}"
                 reasons.setdefault(row, (DocumentErrorCode.TOO_LONG, text))

@@ -29,7 +29,8 @@ _TYPES = {
 
 
 def export_pgvector(reader: DatasetReader, url: str, table: str, *, replace: bool) -> str:
-    """Fill `table` (perhaps `schema.table`) of the database at `url`; its primary key is `id`. Returns the place.
+    """Fill `table` (perhaps `schema.table`) of the database at `url`; its primary key is `reader.key`. Returns the
+    place.
 
     All of it is one transaction: whoever reads the table meanwhile sees the old one, and a killed export leaves
     nothing. A NUL character, which PostgreSQL cannot store, becomes U+FFFD in texts and metadata.
@@ -76,7 +77,8 @@ def _fill(connection: Any, reader: DatasetReader, table: str, *, replace: bool) 
         copy.set_types([kind.partition("(")[0] for kind in kinds])
         for row in _rows(reader):
             copy.write_row(row)
-    connection.execute(sql.SQL("ALTER TABLE {} ADD PRIMARY KEY (id)").format(fresh))
+    key = sql.SQL(", ").join(map(sql.Identifier, reader.key))
+    connection.execute(sql.SQL("ALTER TABLE {} ADD PRIMARY KEY ({})").format(fresh, key))
     connection.execute(
         sql.SQL("COMMENT ON TABLE {} IS {}").format(fresh, sql.Literal(json.dumps(asdict(reader.facts))))
     )

@@ -15,7 +15,7 @@ from embedq.dataset.extras import extra
 from embedq.dataset.reader import DatasetReader
 
 POINT_NAMESPACE = uuid.UUID("6f0f2c0a-6b0e-5d0c-9a37-0b9a5a1d3f10")
-"""A document's point id is the UUID version 5 of its id in this namespace."""
+"""A document's point id is the UUID version 5 of its id in this namespace; a chunk's that of `id#chunk_index`."""
 _ROWS = 256
 
 
@@ -83,7 +83,7 @@ def _points(reader: DatasetReader) -> Iterator[Any]:
     for batch in reader.batches(order="input", batch_rows=_ROWS):
         rows = batch.drop_columns(["vector"]).to_pylist()
         yield models.Batch(
-            ids=[str(uuid.uuid5(POINT_NAMESPACE, row["id"])) for row in rows],
+            ids=[str(uuid.uuid5(POINT_NAMESPACE, "#".join(str(row[name]) for name in reader.key))) for row in rows],
             vectors=reader.as_float32(batch).tolist(),
             payloads=[{**_plain(row), "embedq_run": reader.spec.run} for row in rows],
         )

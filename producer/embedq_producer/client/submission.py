@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from embedq_broker.keys import check_run_id
 from embedq_broker.registry import EnqueueArguments, Enqueued, EnqueueOutcome, Registry
-from embedq_schemas.encoding import EncodingOptions
+from embedq_schemas.encoding import EncodingOptions, OnLong
 from embedq_schemas.errors import BrokerError, RunConflictError, RunNotFoundError, UsageError
 from embedq_schemas.job import encode_job
 from embedq_schemas.names import Lane
@@ -43,6 +43,8 @@ def run_spec(
     queue: str, run: str, options: EncodingOptions, lane: Lane, ttl_s: int, metadata: Sequence[str]
 ) -> RunSpec:
     """The specification of a run whose results stay in Redis; raises UsageError."""
+    if options.on_long is OnLong.CHUNK:
+        raise UsageError("a client has no tokenizer to cut long texts with; embedq run and embedq produce cut them")
     try:
         return RunSpec(
             run=run,

@@ -61,13 +61,13 @@ def test_a_heartbeat_of_another_version_is_left_out(redis_client: redis.Redis) -
 
 
 def test_only_living_embedders_say_how_large_they_want_their_batches(redis_client: redis.Redis) -> None:
-    assert wanted_batch_tokens(redis_client, KEYS, fresh_s=10) == ()
+    assert wanted_batch_tokens(redis_client, KEYS, fresh_s=10) == {}
     beat(redis_client, KEYS, heartbeat("tokenizer"))
-    assert wanted_batch_tokens(redis_client, KEYS, fresh_s=10) == ()
+    assert wanted_batch_tokens(redis_client, KEYS, fresh_s=10) == {}
     beat(redis_client, KEYS, heartbeat("large", max_batch_tokens=100))
     beat(redis_client, KEYS, heartbeat("small", max_batch_tokens=50))
     beat(redis_client, KEYS, heartbeat("dead", max_batch_tokens=1, age_s=60))
-    assert sorted(wanted_batch_tokens(redis_client, KEYS, fresh_s=10)) == [50, 100]
+    assert wanted_batch_tokens(redis_client, KEYS, fresh_s=10) == {"large": 100, "small": 50}
 
 
 def test_a_queue_is_bound_to_its_first_model(redis_client: redis.Redis) -> None:

@@ -31,6 +31,8 @@ from embedq_schemas.run import ParquetSink, RunSpec
 from embedq_worker.sinks.dataset import Dataset
 from servers import Server
 
+from embedq.dataset import open_dataset
+
 MANY = documents(4000, words=60)
 PACE = ("--flush-interval-s", 0.1, "--max-batch-tokens", 512, "--lease-s", 2, "--window-jobs", 1)
 
@@ -170,6 +172,31 @@ def test_results_stay_in_redis_two_queues_serve_two_models_and_neither_takes_the
     for command in ("status", "results", "errors", "cancel"):
         unknown = in_process(capsys, command, "nobody", *url, "--queue", "a")
         assert (unknown.status, unknown.sentence) == (2, "error: run_not_found: queue a knows no run nobody")
+
+
+def test_a_producer_cuts_long_texts_with_the_models_tokenizer(
+    own_server: Server,
+    model: Path,
+    tmp_path: Path,
+    start_worker: Callable[..., subprocess.Popen[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = documents(40, words=60)
+    corpus, out = write_corpus(tmp_path / "c.jsonl", given), tmp_path / "out"
+    command = ("produce", corpus, "--redis", own_server.url, "--output", out, "--on-long", "chunk")
+    refused = in_process(capsys, *command)
+    assert (refused.status, "--model" in refused.sentence) == (2, True)
+    start_worker(own_server, model, *PACE, cwd=tmp_path)
+    done = embedq(*command, "--model", model, "--wait", "--keep-text")
+    assert done.status == 0, done.err
+    found: dict[str, str] = {}
+    for batch in open_dataset(out).batches(order="input"):
+        for row in batch.to_pylist():
+            # An eighth of 48 tokens is repeated.
+            found[row["id"]] = found.get(row["id"], "")[: row["char_start"]] + row["text"]
+            assert not row["truncated"]
+    assert found == {document["id"]: document["text"] for document in given}
+    assert open_dataset(out).rows > 2 * len(given)
 
 
 def test_a_cancelled_run_is_skipped_and_counted(

@@ -332,3 +332,8 @@ def test_a_client_that_was_used_before_a_fork_serves_parent_and_child(service: S
                 os._exit(2)
         np.testing.assert_array_equal(client.embed(["a"]), expected)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_long_texts_are_not_cut_by_a_client(face: Any) -> None:
+    with pytest.raises(UsageError, match="no tokenizer to cut"):
+        face.embed(["text"], options=EncodingOptions(on_long=OnLong.CHUNK))

@@ -65,6 +65,20 @@ def test_a_model_that_cannot_be_served_ends_the_command_with_its_reason(tmp_path
     assert "Traceback" not in done.stderr
 
 
+def test_the_gateway_does_not_cut_texts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "embedq", "serve", "--on-long", "chunk", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("error: usage: ")
+    assert "one vector" in sentence
+
+
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn"])
 def test_without_the_extra_the_command_says_what_installs_it(tmp_path: Path, missing: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; from embedq.cli import main; main(['serve'])"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -158,6 +159,29 @@ class TextTokenizer:
             truncation_side=encoding.truncation_side.value,
             on_special_tokens=encoding.on_special_tokens.value,
         )
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether every token stands for at least one byte of the normalised text."""
+        return self._fast is not None
+
+    def token_ends(self, text: str) -> NDArray[np.int64]:
+        """Code points of `text` before the end of each of its tokens, special tokens aside: int64 [tokens], ascending.
+
+        A token that ends inside of a code point counts it whole.
+        """
+        if self._fast is not None:
+            column = text_column(pa.array([text], pa.string()))
+            if not self._router.unsafe(column).any():
+                ends = np.cumsum(self._byte_lengths[self._fast.encode(column).ids])
+                if len(ends) and ends[-1] == len(column.data):
+                    starts = (column.data & 0xC0) != 0x80
+                    return np.cumsum(starts, dtype=np.int32)[ends - 1].astype(np.int64)
+        return self._reference.token_ends(text)
+
+    @cached_property
+    def _byte_lengths(self) -> NDArray[np.int64]:
+        return self._reference.byte_lengths()
 
     def _tokenize(self, texts: pa.Array, on_special_tokens: OnSpecialTokens) -> tuple[TokenColumn, dict[int, str]]:
         if self._fast is None:

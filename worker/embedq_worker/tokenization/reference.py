@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 from embedq_schemas.errors import ModelError
+from numpy.typing import NDArray
 
 from embedq_worker.tokenization.assemble import Specials
 from embedq_worker.tokenization.columns import TokenColumn, offsets_of
@@ -88,6 +89,35 @@ class ReferenceTokenizer:
         for row, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
             ids[start:end] = row
         return ReferenceTokens(TokenColumn(offsets, ids), errors)
+
+    def token_ends(self, text: str) -> NDArray[np.int64]:
+        """Code points of `text` before the end of each token, special tokens aside: int64 [tokens], ascending.
+
+        A text above a million code points is read in parts, where a token at the seam may differ. Empty where the
+        tokenizer fails.
+        """
+        ends: list[int] = []
+        try:
+            for first in range(0, len(text), _PORTION_CHARACTERS):
+                part = self._tokenizer.encode(text[first : first + _PORTION_CHARACTERS], add_special_tokens=False)
+                ends += [first + end for _, end in part.offsets]
+        except BaseException as error:
+            if not is_tokenizer_failure(error):
+                raise
+            return np.empty(0, dtype=np.int64)
+        return np.maximum.accumulate(np.array(ends, dtype=np.int64)) if ends else np.empty(0, dtype=np.int64)
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """For byte-level BPE: bytes that each token id stands for, int64 [largest id + 1]."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        added = self._tokenizer.get_added_tokens_decoder()
+        lengths = np.zeros(max([*vocabulary.values(), *added], default=-1) + 1, dtype=np.int64)
+        # Byte-level vocabularies spell every byte as one character.
+        for token, number in vocabulary.items():
+            lengths[number] = len(token)
+        for number, special in added.items():
+            lengths[number] = len(special.content.encode())
+        return lengths
 
     def why_not_byte_level_bpe(self) -> str | None:
         """What in this tokenizer the fast path's routing was not made for; None for byte-level BPE with NFC or nothing.
