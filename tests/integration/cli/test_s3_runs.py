@@ -27,12 +27,15 @@ from commands import (
     start,
     write_corpus,
 )
+from embedq_schemas.errors import OutputError
+from embedq_schemas.run import ParquetSink, RunSpec
 from embedq_worker.sinks.dataset import dataset_at
 from s3_server import KEYS, Bucket
 from servers import Server
 from waiting import wait_until
 
 from embedq import ownership
+from embedq.claim import claim
 from embedq.dataset import open_dataset
 from embedq.directory import local_state
 from embedq.ownership import Ownership
@@ -277,6 +280,27 @@ def test_a_holder_that_is_silent_for_long_is_followed_and_finds_out(
             with pytest.raises(ownership.RunConflictError):
                 first.confirm()
     assert bucket.keys() == []
+
+
+def test_a_prefix_where_a_run_ended_before_it_wrote_anything_may_be_taken_by_another(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    dataset = dataset_at(bucket.at("vectors"))
+    state = local_state(dataset, tmp_path)
+    first, second = (
+        RunSpec(run=run, queue="q", sink=ParquetSink(path=str(dataset)), created_at=1.0, corpus=run)
+        for run in ("first", "second")
+    )
+    assert claim(dataset, first, state) == first
+    with pytest.raises(OutputError, match="give another prefix, or repeat the command"):
+        claim(dataset, second, state)
+    # Only a queue on this machine says that nobody is about to write.
+    state.server.mkdir(parents=True)
+    assert claim(dataset, second, state) == second
+    dataset.store.replace("_errors/part-1.jsonl", b"{}")
+    with pytest.raises(OutputError):
+        claim(dataset, first, state)
+    assert dataset.run_spec() == second
 
 
 def test_a_state_is_kept_for_each_dataset_below_one_folder(bucket: Bucket, tmp_path: Path) -> None:

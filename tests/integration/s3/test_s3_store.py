@@ -129,14 +129,6 @@ def test_a_staged_file_that_was_dropped_is_never_published(store: Store, by: str
     store.publish(other, thoroughly=False)
 
 
-def test_the_manifest_is_in_the_order_of_publication(store: Store) -> None:
-    files = [staged(store, number) for number in (2, 0, 1)]
-    for file in files:
-        store.publish(file, thoroughly=False)
-        store.enlist(file, replay=False)
-    assert set(store.files()) == {file.token for file in files}
-
-
 def test_a_dataset_belongs_to_the_run_that_was_there_first(store: Store) -> None:
     dataset = Dataset(store.path if isinstance(store, DirectoryStore) else store)  # type: ignore[arg-type]
     dataset.prepare(spec("first", str(dataset)))
@@ -158,6 +150,15 @@ def test_the_end_of_a_run_aborts_its_own_uploads_and_no_others(bucket: Bucket) -
         staged(store)
     stores[0].discard_staged()
     assert sorted(key.rpartition("/")[0] for key, _ in bucket.uploads()) == ["runs", "runs/a/deeper", "runs/ab"]
+
+
+def test_a_folder_that_a_console_made_is_empty(bucket: Bucket) -> None:
+    for prefix in ("made", "other"):
+        bucket.client.put_object(Bucket=bucket.name, Key=f"{prefix}/", Body=b"")
+    bucket.client.put_object(Bucket=bucket.name, Key="other/file", Body=b"")
+    assert s3.store_at(bucket.at("made")).is_empty()
+    assert s3.store_at(bucket.at("made")).sizes() == {}
+    assert not s3.store_at(bucket.at("other")).is_empty()
 
 
 def test_a_large_file_is_sent_in_parts_and_is_whole(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
