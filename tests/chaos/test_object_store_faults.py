@@ -23,8 +23,8 @@ from test_kill_points import ERRORS, ROWS, WORKER_POINTS
 
 from embedq.directory import finished_state
 
-LONG = pytest.mark.long
-FORWARD = "embed.forward:delay:every:0.1"
+STORE_POINTS = [p for p in WORKER_POINTS if p.startswith(("stage.", "embed.commit", "publish.", "drain.", "finish."))]
+FORWARD = "embed.forward:delay:every:0.4"
 
 
 @pytest.fixture
@@ -55,8 +55,10 @@ def through(proxy: Proxy) -> dict[str, str]:
     return {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
 
 
-def test_workers_killed_once_at_every_step_lose_and_double_nothing(pipeline: S3Pipeline) -> None:
-    faults = ",".join(f"{point}:kill" for point in WORKER_POINTS)
+def test_workers_killed_once_at_every_step_that_concerns_the_store_lose_and_double_nothing(
+    pipeline: S3Pipeline,
+) -> None:
+    faults = ",".join(f"{point}:kill" for point in STORE_POINTS)
     # Innocent jobs get delivered as often as processes are killed here.
     pipeline.broker = pipeline.broker.model_copy(update={"max_deliveries": 50})
     pipeline.produce()
@@ -68,9 +70,7 @@ def test_workers_killed_once_at_every_step_lose_and_double_nothing(pipeline: S3P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "point", [p for p in WORKER_POINTS if p.startswith(("stage.", "embed.commit", "publish.", "finish."))]
-)
+@pytest.mark.parametrize("point", STORE_POINTS)
 def test_a_worker_killed_at_one_step_loses_and_doubles_nothing(pipeline: S3Pipeline, point: str) -> None:
     faults = f"{point}:kill"
     pipeline.start(faults=faults)
@@ -86,7 +86,7 @@ def test_a_server_that_is_away_for_some_seconds_is_waited_out_with_the_vectors_i
     pipeline.environment = pipeline.environment | through(proxy)
     pipeline.produce()
     crew = pipeline.start(faults=FORWARD, once=False)
-    pipeline.until(lambda: pipeline.files() > 1, "the first files")
+    pipeline.until(lambda: pipeline.files() > 0, "the first file")
     proxy.refuse(True)
     pipeline.until(lambda: "holding finished vectors" in pipeline.log(), "the outage to be noticed")
     time.sleep(1.5)
@@ -100,7 +100,7 @@ def test_lost_replies_are_asked_for_again_and_nothing_is_doubled(pipeline: S3Pip
     pipeline.environment = pipeline.environment | through(proxy)
     proxy.lose_reply(*[b"partNumber=1", b"<CompleteMultipartUpload", b"/_manifest/"] * 2)
     pipeline.produce()
-    pipeline.start(faults="embed.forward:delay:every:0.1", once=False)
+    pipeline.start(faults=FORWARD, once=False)
     pipeline.check()
     assert proxy.lost == 6
 
@@ -138,7 +138,7 @@ def test_access_that_is_denied_in_the_middle_fails_the_run_with_its_reason(
 ) -> None:
     pipeline.produce()
     pipeline.start(faults=FORWARD, once=False)
-    pipeline.until(lambda: pipeline.files() > 1, "the first files")
+    pipeline.until(lambda: pipeline.files() > 0, "the first file")
     bucket.deny("s3:PutObject")
     state = pipeline.finish()
     assert state.status is RunStatus.FAILED
@@ -189,9 +189,8 @@ def command(tmp_path: Path, checkpoint: Path, corpus: Corpus, bucket: Bucket) ->
     return Command(tmp_path, checkpoint, corpus, bucket)
 
 
-@pytest.mark.parametrize(
-    "point", ["finish.marked", *(pytest.param(p, marks=LONG) for p in ("drain.written", "finish.begun", "finish.done"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["drain.written", "finish.begun", "finish.marked", "finish.done"])
 def test_a_run_killed_at_a_step_resumes(command: Command, point: str) -> None:
     process = command.start(f"{point}:kill")
     process.communicate(timeout=90)
