@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -178,6 +179,37 @@ def test_two_runs_on_one_prefix_are_one_run_and_refusals(run: Run, bucket: Bucke
     assert "the same command resumes" in stopped.err
     assert bucket.keys("vectors/_owner/") == []
     run.complete()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wakes", ["after its end", "while it goes on"])
+def test_a_run_that_slept_while_another_machine_took_over_finds_out_and_adds_nothing(
+    run: Run, bucket: Bucket, tmp_path: Path, wakes: str
+) -> None:
+    process = run.start("embed.forward:delay:every:1")
+    bucket.wait_for_parts("vectors")
+    asleep = [psutil.Process(process.pid), *leftovers(process)]
+    for each in asleep:
+        each.suspend()
+    # As after long silence.
+    for key in bucket.keys("vectors/_owner/"):
+        bucket.client.delete_object(Bucket=bucket.name, Key=key)
+    before = len(bucket.keys("vectors/_manifest/"))
+    faults = "embed.forward:delay:every:2" if wakes == "while it goes on" else ""
+    other = run.start(faults, state=tmp_path / "elsewhere")
+    if wakes == "while it goes on":
+        bucket.wait_for_parts("vectors", before + 1)
+    else:
+        assert finish(other).status == 0
+    for each in asleep:
+        each.resume()
+    ended = finish(process)
+    assert ended.status == 2, ended.err
+    assert f"another embedq run, on another machine, took over {run.output}" in ended.err
+    if wakes == "while it goes on":
+        assert finish(other).status == 0
+    assert_complete(bucket.copy("vectors", tmp_path / "copy"), [document["id"] for document in run.given])
+    assert bucket.uploads() == []
 
 
 def test_a_producer_and_a_worker_write_below_the_workers_prefix_and_nowhere_else(

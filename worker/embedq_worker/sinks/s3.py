@@ -309,6 +309,7 @@ class S3Store:
             raise CommittedFileError(f"{self._location}/{file.name} was committed without its upload")
         if self.exists(SUCCESS_NAME):
             # This process slept while another machine took the run over, and ended it.
+            self.discard(file)
             raise OutputError(f"{self._location} is complete, and takes no other file")
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(upload.parts, 1)]
         try:
