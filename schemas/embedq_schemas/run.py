@@ -69,12 +69,9 @@ class ParquetSink(BaseModel):
     @field_validator("path")
     @classmethod
     def _absolute(cls, path: str) -> str:
-        if "://" in path:
-            if not re.match(S3_PATTERN, path):
-                raise ValueError("a dataset on an object store must be s3://bucket/prefix, without '..' or a query")
-            return path
-        if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-            raise ValueError("the dataset path must be absolute, without '..' or NUL")
+        local = path.startswith("/") and "\0" not in path and ".." not in path.split("/")
+        if not local and not re.match(S3_PATTERN, path):
+            raise ValueError("the dataset path must be absolute, without '..' or NUL, or s3://bucket/prefix")
         return path
 
 
