@@ -188,6 +188,18 @@ def test_what_another_wrote_under_the_name_of_a_committed_file_is_no_publication
         store.publish(file, thoroughly=False)
 
 
+def test_a_complete_dataset_takes_no_other_file_and_says_so_of_none_that_it_has(bucket: Bucket) -> None:
+    store = s3.store_at(bucket.at("out"))
+    file, late = staged(store), staged(store, 1)
+    store.publish(file, thoroughly=True)
+    store.replace("_SUCCESS", b"{}")
+    store.publish(file, thoroughly=True)
+    with pytest.raises(OutputError, match="is complete, and takes no other file"):
+        store.publish(late, thoroughly=True)
+    assert not store.exists(late.name)
+    assert bucket.uploads() == []
+
+
 def test_ranges_of_an_object_are_read_as_arrow_asks(bucket: Bucket) -> None:
     store = s3.store_at(bucket.at("out"))
     store.replace("f", b"0123456789")

@@ -40,6 +40,7 @@ LINES_NAME = "_manifest"
 PART_BYTES = 16 << 20
 """Of an upload's parts, but the last; S3 takes 5 MiB or more, and 10,000 parts."""
 _PARALLEL = 4
+_PARALLEL_READS = 16
 _CONFLICTS = 5
 _REFUSALS = {
     "NoSuchBucket": "there is no such bucket",
@@ -97,7 +98,7 @@ def _client() -> Any:
         connect_timeout=10,
         read_timeout=20,
         retries={"mode": "standard", "total_max_attempts": 3},
-        max_pool_connections=2 * _PARALLEL,
+        max_pool_connections=2 * _PARALLEL_READS,
         # Parts carry MD5 sums, which every endpoint knows; newer checksums are refused by many.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
@@ -307,7 +308,7 @@ class S3Store:
         upload = file.upload
         if not isinstance(upload, Upload):
             raise CommittedFileError(f"{self._location}/{file.name} was committed without its upload")
-        if self.exists(SUCCESS_NAME):
+        if self.exists(SUCCESS_NAME) and not self.exists(file.name):
             # This process slept while another machine took the run over, and ended it.
             self.discard(file)
             raise OutputError(f"{self._location} is complete, and takes no other file")
@@ -340,7 +341,7 @@ class S3Store:
         listed = sorted((entry["LastModified"], name) for name, entry in self._list(LINES_NAME))
         tokens = [name.removesuffix(".json") for _, name in listed if name.endswith(".json")]
         unknown = [token for token in tokens if token not in self._lines]
-        with ThreadPoolExecutor(_PARALLEL) as pool:
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             self._lines.update((line.token, line) for line in pool.map(self._line, unknown) if line is not None)
         return {token: self._lines[token] for token in tokens if token in self._lines}
 
