@@ -120,6 +120,7 @@ class S3Store:
         self._client = _client()
         #: The manifest as far as it was read; a line never changes.
         self._lines: dict[str, PublishedFile] = {}
+        self._tried = False
 
     @property
     def location(self) -> str:
@@ -132,7 +133,9 @@ class S3Store:
         return "" if re.search(r"\.amazonaws\.com(\.cn)?$", url) else url
 
     def prepare(self) -> None:
-        """Nothing: an object store has no folders."""
+        """Try out, once in a process, what the endpoint can do; an object store has no folders to make."""
+        if not self._tried:
+            self.probe()
 
     def is_empty(self) -> bool:
         prefix = self._key("")
@@ -157,6 +160,7 @@ class S3Store:
                 f"{self._location}: the endpoint does not honour If-None-Match, so that two runs could write over each "
                 "other; give a directory, or another store"
             )
+        self._tried = True
 
     def read(self, name: str) -> bytes:
         with self._asking("read", name):
