@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from accounting import Corpus, account
+from accounting import Corpus, account, write_corpus
 from embedq_schemas.run import RunStatus
 from embedq_worker.sinks import s3
 from embedq_worker.sinks.dataset import dataset_at
@@ -78,6 +80,46 @@ def test_a_worker_killed_at_one_step_loses_and_doubles_nothing(pipeline: S3Pipel
     pipeline.until(lambda: pipeline.fired(faults), f"passing {point}")
     found = pipeline.check()
     assert (found.rows, found.errors) == (ROWS, ERRORS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kills_lost_replies_cuts_and_outages_at_random_lose_and_double_nothing(
+    pipeline: S3Pipeline, proxy: Proxy, tmp_path: Path, seed: int
+) -> None:
+    pipeline.corpus = write_corpus(tmp_path / "many.jsonl", 4000, bad_lines=3, long_texts=4)
+    pipeline.environment = pipeline.environment | through(proxy)
+    pipeline.broker = pipeline.broker.model_copy(update={"max_deliveries": 100})
+    pipeline.worker = pipeline.worker.model_copy(update={"flush_interval_s": 0.05})
+    pipeline.produce()
+    faults = [f"{point}:kill:0.03" for point in STORE_POINTS] + ["embed.forward:delay:every:0.05"]
+    crew = pipeline.start(faults=",".join(faults), once=False, embedders=2)
+    dice = random.Random(seed)
+    done = threading.Event()
+
+    def mistreat() -> None:
+        while not done.wait(dice.random()):
+            act = dice.random()
+            if act < 0.3:
+                proxy.lose_reply(dice.choice([b"partNumber=1", b"<CompleteMultipartUpload", b"/_manifest/"]))
+            elif act < 0.6:
+                proxy.cut()
+            elif act < 0.7:
+                proxy.refuse(True)
+                done.wait(1.5)
+                proxy.refuse(False)
+
+    mistreating = threading.Thread(target=mistreat)
+    mistreating.start()
+    try:
+        state = pipeline.finish(250)
+    finally:
+        done.set()
+        mistreating.join()
+    found = pipeline.check(state)
+    assert (found.rows, found.errors) == (3996, 7)
+    assert crew.deaths
+    assert proxy.lost
 
 
 def test_a_server_that_is_away_for_some_seconds_is_waited_out_with_the_vectors_in_hand(
