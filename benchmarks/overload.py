@@ -2,10 +2,10 @@
 
     python benchmarks/overload.py [--submissions 200000] [--callers 64]
 
-Interactive submissions, one text each, are made twice by the same number of callers: a tenth of them to an idle queue,
-all of them to one whose bulk lane is kept full by a producer. A real small model runs one token batch at a time, and the time of
-one is measured in the busy queue. Interactive work must wait for at most the batch that is running, so the 95th
-percentile may grow by two batches at most; more than that fails the run.
+Interactive submissions, one text each, are made twice by the same number of callers: a tenth of them to an idle
+queue, all of them to one whose bulk lane is kept full by a producer. A real small model runs one token batch at a
+time, and the time of one is measured in the busy queue. Interactive work must wait for at most the batch that is
+running, so the 95th percentile may grow by two batches at most; more than that fails the run.
 """
 
 from __future__ import annotations

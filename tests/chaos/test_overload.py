@@ -32,7 +32,11 @@ def produce(url: str, spec_json: bytes, corpus: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(20, id="shortly"), pytest.param(600, marks=pytest.mark.long, id="ten minutes")]
+    "seconds",
+    [
+        pytest.param(20, id="shortly"),
+        pytest.param(600, marks=[pytest.mark.long, pytest.mark.timeout(900)], id="ten minutes"),
+    ],
 )
 def test_memory_stays_flat_while_producers_outrun_workers_a_hundredfold(pipeline: Pipeline, seconds: int) -> None:
     pipeline.broker = pipeline.broker.model_copy(update={"max_backlog_bytes": BACKLOG})
