@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import redis
@@ -25,7 +24,7 @@ from embedq_broker.liveness import heartbeats
 from embedq_broker.registry import Registry
 from embedq_schemas.dead_letter import DeadLetter
 from embedq_schemas.errors import EmbedqError, RunIncompleteError, UsageError
-from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.dataset import dataset_at
 from embedq_worker.sinks.errors import read_errors
 from rich.console import Console
 from rich.live import Live
@@ -36,12 +35,12 @@ from embedq.dataset import commands as dataset_commands
 from embedq.help_text import HelpfulCommand, HelpfulGroup
 from embedq.options import (
     CancelOptions,
-    ConnectOptions,
     ErrorsOptions,
     ProduceOptions,
     ResultsOptions,
     RetryOptions,
     RunOptions,
+    RunPlaceOptions,
     StatusOptions,
     WorkerOptions,
 )
@@ -87,7 +86,7 @@ Sources = Annotated[
         help="Files, directories, globs, URLs, or - for standard input: JSONL, JSON, CSV, Parquet, Arrow, text.",
     ),
 ]
-_A_RUN = "A run's name, or the output directory of `embedq run`."
+_A_RUN = "A run's name, or the output of `embedq run`: a directory or s3://bucket/prefix."
 RunName = Annotated[str, typer.Argument(metavar="RUN", help=_A_RUN)]
 OptionalRunName = Annotated[str | None, typer.Argument(metavar="RUN", help=f"{_A_RUN} Without it: all runs.")]
 
@@ -222,7 +221,7 @@ def results(run: RunName, options: ResultsOptions) -> int:
     """Print a run's vectors as JSON lines: from its result stream, or from its dataset where this machine sees it."""
     stop = _Stop()
     if directory.resting_run(run, options) is not None:
-        queries.print_dataset(Path(run), over=lambda: True, follow=False, stopping=stop, out=sys.stdout)
+        queries.print_dataset(dataset_at(run), over=lambda: True, follow=False, stopping=stop, out=sys.stdout)
         return 0
     with _queue_of(run, options) as (client, keys, name):
         cursor = queries.print_results(
@@ -238,7 +237,7 @@ def results(run: RunName, options: ResultsOptions) -> int:
 def errors(run: RunName, options: ErrorsOptions) -> int:
     """Print a run's dead letters: line, id, stage, code and message of each document without a vector."""
     if directory.resting_run(run, options) is not None:
-        _print_errors(read_errors(Dataset(Path(run))), options)
+        _print_errors(read_errors(dataset_at(run)), options)
         return 0
     with _queue_of(run, options) as (client, keys, name):
         _print_errors(queries.errors_of(client, keys, str(name)), options)
@@ -261,13 +260,13 @@ def _print_errors(letters: Iterable[DeadLetter], options: ErrorsOptions) -> None
 @app.command(cls=HelpfulCommand)
 @with_options(RetryOptions)
 def retry(
-    output: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory of `embedq run`.")],
+    output: Annotated[str, typer.Argument(metavar="DIR", help="Output of `embedq run`: a directory or a URL.")],
     options: RetryOptions,
 ) -> int:
     """Open a dataset again for its failed documents; the command that made it then sends just those."""
     from embedq.retry import reopen
 
-    count = reopen(output, options.code)
+    count = reopen(output, options.code, options.state)
     if count:
         print(f"{count:,} failed documents to send again: repeat the embedq run command that made {output}")
     else:
@@ -293,11 +292,11 @@ model_commands.add_to(app)
 
 
 @contextmanager
-def _queue_of(run: str | None, options: ConnectOptions) -> Iterator[tuple[redis.Redis, Keys, str | None]]:
+def _queue_of(run: str | None, options: RunPlaceOptions) -> Iterator[tuple[redis.Redis, Keys, str | None]]:
     """Where a run lives: the configured queue, or the server inside an output directory of `embedq run`."""
     place = directory.Place(options.redis_url, options.queue, run or "")
     if run is not None and directory.is_directory_name(run):
-        place = directory.locate(Path(run), options.redis_url)
+        place = directory.locate(run, options.redis_url, options.state)
     # An embedded server that is gone stays gone: no connection to one is retried.
     with broker_errors(place.url), connect(place.url, role="cli", blocking=place.url != options.redis_url) as client:
         yield client, Keys(place.queue), place.run or None

@@ -141,6 +141,8 @@ class Generation:
 
 def finish_switch(base: Dataset) -> None:
     """Go on with a switch that was begun. The caller holds the dataset's lock."""
+    if not base.is_directory:
+        return
     generation = Generation(base)
     if generation.complete:
         generation.switch()

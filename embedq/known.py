@@ -26,7 +26,7 @@ from embedq_broker.registry import Registry
 from embedq_producer.feed import Stopped
 from embedq_producer.ordinals import OrdinalSet
 from embedq_producer.repeats import HeldBack, LostCommitError, Repeats
-from embedq_schemas.manifest import PublishedFile, read_manifest
+from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.run import ParquetSink, RunSpec, RunStatus
 from embedq_schemas.text_hash import digest_bytes, text_keys
 from embedq_schemas.vector_batch import VectorBatch
@@ -59,24 +59,26 @@ class KnownVectors:
         *,
         max_length: int,
         done: OrdinalSet,
+        spool: Path,
         older: DatasetReader | None = None,
     ) -> None:
         """
         Args:
             max_length: tokens that longer texts are cut to.
             done: ordinals of documents that have their outcome.
+            spool: folder for the documents held back.
             older: a dataset whose vectors are what the run would compute; it stays as it is meanwhile.
         """
         assert isinstance(spec.sink, ParquetSink)
         self._client, self._registry, self._dataset, self._spec = client, registry, dataset, spec
-        self._max_length, self._done, self._older = max_length, done, older
+        self._max_length, self._done, self._spool, self._older = max_length, done, spool, older
         self._file_bytes = spec.sink.file_bytes
         self._consumer = Consumer(client, registry.keys, Stage.EMBED, f"known-{uuid.uuid4().hex}", lease_ms=1)
 
     def begin(self) -> Repeats:
         """For one pass over the corpus."""
         columns = (*self._spec.metadata, "text") if self._spec.keep_text else self._spec.metadata
-        return Repeats(self._dataset.staging / SPOOL_NAME, columns, self._done, self._older_keys())
+        return Repeats(self._spool / SPOOL_NAME, columns, self._done, self._older_keys())
 
     def _older_keys(self) -> Iterator[NDArray[np.uint64]]:
         if self._older is not None and self._older.files:
@@ -108,7 +110,7 @@ class KnownVectors:
 
     def _settled(self) -> OrdinalSet:
         """Ordinals of the rows that this run has by now."""
-        listed = read_manifest(self._dataset.path).values()
+        listed = self._dataset.store.files().values()
         files = [file for file in listed if self._is_committed(file) or self._is_past_losing(file)]
         return OrdinalSet(pair for file in files for pair in file.ranges)
 
@@ -117,8 +119,8 @@ class KnownVectors:
 
     def _is_past_losing(self, file: PublishedFile) -> bool:
         """Whether the server has forgotten the commit as it forgets all of them after a day."""
-        with storage_errors(f"look at {self._dataset.path / file.name}"):
-            written = (self._dataset.path / file.name).stat().st_ctime
+        with storage_errors(f"look at {self._dataset}/{file.name}"):
+            written = self._dataset.store.modified(file.name)
         return time.time() - written > TOKEN_TTL_MS / 1000 - _PUBLISHED_WITHIN_S
 
     def _all_settled(self, stopping: Callable[[], bool]) -> bool:
@@ -160,9 +162,9 @@ class KnownVectors:
     def _sources(self) -> Iterator[tuple[DatasetReader, PublishedFile]]:
         older = [(self._older, file) for file in self._older.files] if self._older is not None else []
         yield from older
-        files = read_manifest(self._dataset.path).values()
+        files = self._dataset.store.files().values()
         computed = tuple(file for file in files if file.run == self._spec.run and not file.copied)
-        own = DatasetReader(self._dataset.path, self._spec, computed, complete=False, summary={})
+        own = DatasetReader(self._dataset, self._spec, computed, complete=False, summary={})
         yield from ((own, file) for file in computed)
 
     def _link(self, reader: DatasetReader, file: PublishedFile, held: HeldBack) -> PublishedFile | None:
@@ -240,8 +242,8 @@ class KnownVectors:
         return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
     def _stage(self, rows: _Rows) -> PublishedFile:
-        with storage_errors(f"write into {self._dataset.staging}"):
-            self._dataset.staging.mkdir(exist_ok=True)
+        with storage_errors(f"write into {self._dataset}"):
+            self._dataset.store.prepare()
         batches = [VectorBatch(part) for part in rows.parts]
         tokens = sum(self._tokens(part) for part in rows.parts)
         file = stage(self._dataset, uuid.uuid4().hex, self._spec.run, batches, rows.facts, tokens)
@@ -257,7 +259,7 @@ class KnownVectors:
         fault_point("copy.staged")
         run = self._spec.run
         commit = Commit(self._consumer, token=file.token)
-        commit.add_file(file, str(self._dataset.path))
+        commit.add_file(file, str(self._dataset))
         for counter in ("input", "ready", "succeeded"):
             commit.count(run, counter, file.rows)
         commit.send(self._client, durability=self._spec.durability)

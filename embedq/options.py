@@ -18,7 +18,7 @@ from embedq_schemas.quantize import VectorType, checked_ranges, encode_ranges
 from embedq_schemas.run import Durability
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.settings import AttentionKind, Dtype, EngineKind, EngineSettings
-from embedq_worker.settings import WorkerSettings
+from embedq_worker.settings import Location, WorkerSettings
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
@@ -157,6 +157,14 @@ class SinkFlags(Options):
     )
 
 
+class _StateField(Options):
+    state: Path | None = Field(
+        None,
+        description="Folder of this machine for the embedded server of a run whose dataset is on an object store. "
+        "Unset: ~/.local/state/embedq.",
+    )
+
+
 class _BrokerFields(ConnectOptions):
     lease_s: float = Field(30.0, ge=0.5, le=3600)
     max_deliveries: int = Field(3, ge=1, le=100)
@@ -241,7 +249,7 @@ class _WorkerFields(_EngineFields):
         "INFO", description="Least severe log lines to write."
     )
 
-    def worker_settings(self, output_roots: tuple[Path, ...]) -> WorkerSettings:
+    def worker_settings(self, output_roots: tuple[str | Path, ...]) -> WorkerSettings:
         """For the worker's processes."""
         names = [name for name in WorkerSettings.model_fields if name != "output_roots"]
         return WorkerSettings(output_roots=output_roots, **{name: getattr(self, name) for name in names})
@@ -272,8 +280,10 @@ class DoctorOptions(ConnectOptions, _EngineFields):
 class ProduceOptions(_BrokerFields, _MetricsFields, CorpusOptions, EncodingFlags, SinkFlags):
     """Options of `embedq produce`."""
 
-    output: Path | None = Field(
-        None, description="Dataset directory, as the workers see it. Unset: results go to a stream in Redis."
+    output: Location | None = Field(
+        None,
+        description="Dataset directory as the workers see it, or s3://bucket/prefix. Unset: results go to a stream in "
+        "Redis.",
     )
     run: str | None = Field(
         None,
@@ -293,19 +303,23 @@ class ProduceOptions(_BrokerFields, _MetricsFields, CorpusOptions, EncodingFlags
 class WorkerOptions(_BrokerFields, _MetricsFields, _WorkerFields):
     """Options of `embedq worker`."""
 
-    output_roots: tuple[Path, ...] = ()
+    output_roots: tuple[Location, ...] = ()
     roles: tuple[Literal["tokenizer", "embedder"], ...] = Field(
         ("tokenizer", "embedder"), description="Which processes to run here, comma-separated: tokenizer, embedder."
     )
 
 
-class RunOptions(_BrokerFields, _MetricsFields, _WorkerFields, CorpusOptions, EncodingFlags, SinkFlags):
+class RunOptions(_StateField, _BrokerFields, _MetricsFields, _WorkerFields, CorpusOptions, EncodingFlags, SinkFlags):
     """Options of `embedq run`."""
 
     redis_url: str | None = Field(
         None, description="Server that holds the queue. Unset: an embedded one, its state in the output directory."
     )  # type: ignore[assignment]
-    output: Path | None = Field(None, description="Dataset directory. Everything a run needs to resume lies in it.")
+    output: Location | None = Field(
+        None,
+        description="Dataset directory, in which everything lies that a run needs to resume; or s3://bucket/prefix, "
+        "see --state.",
+    )
     incremental: bool = Field(
         False,
         description="Bring a complete dataset up to date with its corpus: compute new and changed texts, drop what is "
@@ -326,7 +340,11 @@ class RunOptions(_BrokerFields, _MetricsFields, _WorkerFields, CorpusOptions, En
     )
 
 
-class StatusOptions(ConnectOptions):
+class RunPlaceOptions(_StateField, ConnectOptions):
+    """Where a run is to be found."""
+
+
+class StatusOptions(RunPlaceOptions):
     """Options of `embedq status`."""
 
     json_output: bool = Field(False, description="One JSON document instead of tables.")
@@ -335,14 +353,14 @@ class StatusOptions(ConnectOptions):
     flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
 
 
-class ResultsOptions(ConnectOptions):
+class ResultsOptions(RunPlaceOptions):
     """Options of `embedq results`."""
 
     follow: bool = Field(False, description="Wait for more until the run is over.")
     after: str | None = Field(None, description="Cursor printed by an earlier call: only what came after it.")
 
 
-class ErrorsOptions(ConnectOptions):
+class ErrorsOptions(RunPlaceOptions):
     """Options of `embedq errors`."""
 
     json_output: bool = Field(False, description="One JSON object per line instead of a table.")
@@ -351,13 +369,13 @@ class ErrorsOptions(ConnectOptions):
     flags: ClassVar[dict[str, str]] = {**Options.flags, "json_output": "--json"}
 
 
-class RetryOptions(Options):
+class RetryOptions(_StateField):
     """Options of `embedq retry`."""
 
     code: str | None = Field(None, description="Only documents that failed with this code.")
 
 
-class CancelOptions(ConnectOptions):
+class CancelOptions(RunPlaceOptions):
     """Options of `embedq cancel`."""
 
 

@@ -21,7 +21,8 @@ from embedq_schemas.encoding import EncodingOptions, OnLong
 from embedq_schemas.errors import OutputError, RunConflictError, RunIncompleteError, UsageError
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus, StreamSink
 from embedq_worker.checkpoint import load_checkpoint
-from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.dataset import dataset_at, is_url
+from embedq_worker.sinks.store import SUCCESS_NAME
 
 from embedq.chunks import cut_long_texts
 from embedq.option_base import usage_errors
@@ -124,7 +125,7 @@ def _check_goes_on(state: RunState, on_note: Callable[[str], None]) -> None:
     run, sink = state.spec.run, state.spec.sink
     if state.status is RunStatus.COMPLETED:
         on_note(f"run {run} was sent and completed before; --run gives another one a name of its own")
-        if sink.kind == "parquet" and not Dataset(Path(sink.path)).success.exists():
+        if sink.kind == "parquet" and not dataset_at(sink.path).store.exists(SUCCESS_NAME):
             on_note(f"its dataset {sink.path} is not on this machine, or was removed")
     elif state.status.terminal or state.status is RunStatus.CANCELLING:
         reason = f" ({state.error})" if state.error else ""
@@ -134,9 +135,9 @@ def _check_goes_on(state: RunState, on_note: Callable[[str], None]) -> None:
 
 
 def _check_dataset(wanted: RunSpec) -> None:
-    """Refuse a directory of another run before anything is sent, where this machine sees the directory."""
+    """Refuse a directory or prefix of another run before anything is sent, where this machine sees the directory."""
     if wanted.sink.kind == "parquet":
-        owner = Dataset(Path(wanted.sink.path)).run_spec()
+        owner = dataset_at(wanted.sink.path).run_spec()
         if owner is not None and owner.run != wanted.run:
             raise OutputError(f"{wanted.sink.path} holds run {owner.run}; give another directory")
 
@@ -161,7 +162,7 @@ def _request(
     check_vector_type(encoding, dimension, dataset=options.output is not None)
     sink: ParquetSink | StreamSink = StreamSink(ttl_s=options.ttl_s)
     if options.output is not None:
-        path = os.path.abspath(options.output)
+        path = str(dataset_at(options.output)) if is_url(options.output) else os.path.abspath(options.output)
         if Path(path).is_file():
             raise OutputError(f"{path} is a file; give a directory")
         sink = ParquetSink(path=path, file_bytes=options.file_bytes)

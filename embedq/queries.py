@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -16,10 +15,10 @@ from embedq_broker.outcome import Cursor, look_at
 from embedq_broker.registry import Registry
 from embedq_schemas.dead_letter import DeadLetter
 from embedq_schemas.errors import OutputError, UsageError
-from embedq_schemas.manifest import read_manifest
 from embedq_schemas.vector_batch import VectorBatch
-from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.dataset import Dataset, dataset_at
 from embedq_worker.sinks.errors import read_errors
+from embedq_worker.sinks.store import SUCCESS_NAME
 from redis.exceptions import RedisError
 
 from embedq.dataset.export.jsonl import json_lines
@@ -61,10 +60,10 @@ def print_results(
     if state.spec.sink.kind == "parquet":
         if after is not None:
             raise UsageError("--after belongs to results kept in Redis; this run writes a dataset, which has no cursor")
-        path = Path(state.spec.sink.path)
-        if (owner := Dataset(path).run_spec()) is not None and owner.run != run:
-            raise OutputError(f"{path} holds run {owner.run}, not {run}")
-        print_dataset(path, over=lambda: _is_over(registry, run, path), follow=follow, stopping=stopping, out=out)
+        dataset = dataset_at(state.spec.sink.path)
+        if (owner := dataset.run_spec()) is not None and owner.run != run:
+            raise OutputError(f"{dataset} holds run {owner.run}, not {run}")
+        print_dataset(dataset, over=lambda: _is_over(registry, run, dataset), follow=follow, stopping=stopping, out=out)
         return None
     try:
         cursor = Cursor.parse(after) if after not in (None, "-") else Cursor()
@@ -82,29 +81,29 @@ def print_results(
             time.sleep(0.1)
 
 
-def _is_over(registry: Registry, run: str, path: Path) -> bool:
+def _is_over(registry: Registry, run: str, dataset: Dataset) -> bool:
     """Whether nothing more will be written. The embedded server of `embedq run` ends before we could ask it."""
     try:
         return registry.state(run).status.terminal
     except RedisError:
-        if Dataset(path).success.exists():
+        if dataset.store.exists(SUCCESS_NAME):
             return True
         raise
 
 
 def print_dataset(
-    path: Path, *, over: Callable[[], bool], follow: bool, stopping: Callable[[], bool], out: TextIO
+    dataset: Dataset, *, over: Callable[[], bool], follow: bool, stopping: Callable[[], bool], out: TextIO
 ) -> None:
-    """Write the vectors of the dataset at `path` as JSON lines; with `follow`, until `over`."""
-    if not path.is_dir():
-        raise OutputError(f"the dataset {path} is not visible on this machine; read it where the workers write it")
+    """Write the vectors of `dataset` as JSON lines; with `follow`, until `over`."""
+    if dataset.is_directory and not dataset.path.is_dir():
+        raise OutputError(f"the dataset {dataset} is not visible on this machine; read it where the workers write it")
     seen: set[str] = set()
     while True:
         last = over()
-        fresh = [file for file in read_manifest(path).values() if file.token not in seen]
+        fresh = [file for file in dataset.store.files().values() if file.token not in seen]
         for file in fresh:
             seen.add(file.token)
-            for batch in pq.ParquetFile(path / file.name).iter_batches(batch_size=1024):
+            for batch in pq.ParquetFile(dataset.store.source(file.name)).iter_batches(batch_size=1024):
                 _print_batch(VectorBatch(batch), out)
         if not fresh and (last or not follow or stopping()):
             return
@@ -122,7 +121,7 @@ def errors_of(client: redis.Redis, keys: Keys, run: str) -> Iterator[DeadLetter]
     registry = Registry(client, keys)
     state = registry.state(run)
     if state.spec.sink.kind == "parquet":
-        dataset = Dataset(Path(state.spec.sink.path))
+        dataset = dataset_at(state.spec.sink.path)
         owner = dataset.run_spec()
         if owner is not None and owner.run == run:
             yield from read_errors(dataset)

@@ -8,6 +8,7 @@ outcomes they prove, and its producer starts from the beginning, leaving those d
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 
 import redis
@@ -18,11 +19,10 @@ from embedq_broker.registry import Registry
 from embedq_broker.settings import BrokerSettings
 from embedq_producer.ordinals import OrdinalSet
 from embedq_schemas.errors import RunNotFoundError
-from embedq_schemas.manifest import PublishedFile, read_manifest
+from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.errors import keep_errors, read_errors
-from embedq_worker.sinks.repair import intact, withdraw
 
 
 def release_the_dead(client: redis.Redis, keys: Keys, settings: BrokerSettings) -> None:
@@ -59,17 +59,18 @@ def reconcile(
         state = None
     if state is not None and not alone:
         return OrdinalSet()
-    files = read_manifest(dataset.path)
+    files = dataset.store.files()
+    sizes = dataset.store.sizes()
     letters = list(read_errors(dataset))
     committed = {record.file.token: record.file for record in registry.unpublished(spec.run)} if state else {}
-    broken = {token for token, file in files.items() if not intact(dataset.path / file.name, file)}
-    reason = _reason(registry, dataset, state, files, len(letters), committed, broken)
+    broken = {token for token, file in files.items() if sizes.get(file.name) != file.size_bytes}
+    reason = _reason(registry, dataset, state, files, sizes, len(letters), committed, broken)
     if reason is None:
         _drop_strangers(dataset, {*files, *committed})
         # A run that was taken up anew before may have been interrupted before its producer had passed all of these.
         pairs = _pairs({**files, **committed})
         return OrdinalSet([*pairs, *((o, o) for o in {letter.ordinal for letter in letters} if o >= 0)])
-    withdraw(dataset, broken)
+    dataset.withdraw(broken)
     files = {token: file for token, file in files.items() if token not in broken}
     # Named but never listed, or committed but never named: those documents are sent again.
     _drop_strangers(dataset, set(files))
@@ -84,8 +85,8 @@ def reconcile(
         tokens=sum(file.tokens for file in files.values() if not file.copied),
     )
     if state is not None or files or failed:
-        registry.restore(spec, counters, files=len(files), drop_streams=alone)
-        on_note(f"{reason}: {counters.settled} documents are taken from {dataset.path}, the others are sent again")
+        registry.restore(spec, counters, files=len(files), tokens=files, drop_streams=alone)
+        on_note(f"{reason}: {counters.settled} documents are taken from {dataset}, the others are sent again")
     return OrdinalSet([*pairs, *((ordinal, ordinal) for ordinal in failed)])
 
 
@@ -94,6 +95,7 @@ def _reason(
     dataset: Dataset,
     state: RunState | None,
     files: dict[str, PublishedFile],
+    sizes: dict[str, int],
     errors: int,
     committed: dict[str, PublishedFile],
     broken: set[str],
@@ -108,7 +110,7 @@ def _reason(
     gone = [
         file
         for file in committed.values()
-        if not intact(dataset.path / file.name, file) and not intact(dataset.path / file.staging_name, file)
+        if sizes.get(file.name) != file.size_bytes and not dataset.store.is_staged(file)
     ]
     if gone:
         return f"{len(gone)} committed files are gone or damaged"
@@ -127,6 +129,6 @@ def _pairs(files: dict[str, PublishedFile]) -> list[tuple[int, int]]:
 
 
 def _drop_strangers(dataset: Dataset, known: set[str]) -> None:
-    for part in dataset.path.glob("part-*.parquet"):
-        if part.stem.removeprefix("part-") not in known:
-            part.unlink(missing_ok=True)
+    names = {f"part-{token}.parquet" for token in known}
+    parts = fnmatch.filter(dataset.store.sizes(), "part-*.parquet")
+    dataset.store.delete(part for part in parts if part not in names)

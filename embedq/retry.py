@@ -10,15 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedq_schemas.errors import RunNotFoundError, UsageError
-from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.dataset import dataset_at, is_url
 from embedq_worker.sinks.errors import keep_errors, read_errors
-from embedq_worker.sinks.files import fsync_directory, storage_errors
+from embedq_worker.sinks.files import storage_errors
+from embedq_worker.sinks.store import SUCCESS_NAME
 
-from embedq.directory import owned
+from embedq.directory import local_state, owned
 from embedq.generation import finish_switch
 
 
-def reopen(output: Path, code: str | None) -> int:
+def reopen(output: str | Path, code: str | None, state: Path | None = None) -> int:
     """Drop the error rows of `code` (None: all) so that the run's own command sends those documents again.
 
     May be killed at any moment: the dataset is incomplete from the first step on, and the command completes it.
@@ -32,20 +33,19 @@ def reopen(output: Path, code: str | None) -> int:
         RunConflictError: it is going on.
         StorageError: the disk refused.
     """
-    dataset = Dataset(output.resolve())
+    dataset = dataset_at(output if is_url(output) else Path(output).resolve())
     spec = dataset.run_spec()
     if spec is None:
         raise RunNotFoundError(f"{output} holds no run")
     if spec.model_fingerprint is None:
         raise UsageError(f"{output} was not made by embedq run; send its failed documents as a run of their own")
-    with owned(dataset):
+    with owned(dataset, local_state(dataset, state)):
         finish_switch(dataset)
         letters = list(read_errors(dataset))
         chosen = [letter for letter in letters if code is None or letter.code == code]
         if not chosen:
             return 0
-        with storage_errors(f"reopen {dataset.path}"):
-            dataset.success.unlink(missing_ok=True)
-            fsync_directory(dataset.path)
+        with storage_errors(f"reopen {dataset}"):
+            dataset.store.delete([SUCCESS_NAME])
         keep_errors(dataset, {letter.ordinal for letter in letters} - {letter.ordinal for letter in chosen})
         return len(chosen)

@@ -28,25 +28,26 @@ from embedq_producer.feed import Stopped, feed
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import OutputError, RunIncompleteError, RunNotFoundError, UsageError
 from embedq_schemas.ipc import METADATA_TYPE
-from embedq_schemas.manifest import read_manifest
 from embedq_schemas.run import ParquetSink, RunSpec, RunState, RunStatus
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.embedder_process import model_facts
-from embedq_worker.sinks.dataset import STATE_NAME, Dataset
+from embedq_worker.sinks.dataset import Dataset, dataset_at, is_url
 from embedq_worker.sinks.errors import read_errors
 from embedq_worker.sinks.finish import finish_run
+from embedq_worker.sinks.store import SUCCESS_NAME
 from embedq_worker.supervisor import ProcessEndedError, Slot, Supervisor, plan_slots
 from redis.exceptions import RedisError
 
 from embedq.chunks import cut_long_texts
 from embedq.claim import check_apart, check_output, claim, holds_nothing, refuse_other_run
 from embedq.dataset.reader import DatasetReader, open_dataset
-from embedq.directory import finished_state, owned
+from embedq.directory import LocalState, finished_state, local_state, owned
 from embedq.estimate import Estimate, estimate, measured_speed
 from embedq.generation import Generation, finish_switch, require_same_vectors
 from embedq.known import KnownVectors
 from embedq.option_base import usage_errors
 from embedq.options import RunOptions, check_vector_type
+from embedq.ownership import Ownership
 from embedq.recover import reconcile, release_the_dead
 
 EXIT_FAILED_DOCUMENTS = 3
@@ -85,11 +86,21 @@ class Task:
     wanted: RunSpec
     checkpoint: Checkpoint
 
+    @property
+    def state(self) -> LocalState:
+        """What the run keeps on this machine."""
+        return local_state(self.dataset, self.options.state)
+
 
 def _task(sources: Sequence[str | Path], options: RunOptions) -> Task:
     if options.output is None:
         raise UsageError("--output is missing: name the directory for the dataset")
-    dataset = Dataset(Path(os.path.realpath(options.output)))
+    dataset = dataset_at(options.output if is_url(options.output) else os.path.realpath(options.output))
+    if not dataset.is_directory and (options.incremental or options.reindex):
+        raise UsageError(
+            f"--incremental and --reindex need a dataset in a directory, {dataset} is on an object store; "
+            "embed the corpus into another prefix"
+        )
     check_output(dataset)
     corpus = options.open_corpus(sources)
     check_apart(sources, corpus, dataset)
@@ -134,14 +145,14 @@ def run_corpus(
         finished = finished_state(dataset, owner)
         if finished is not None:
             on_note(f"{options.output} is already complete")
-            if running_server_url(dataset.path / STATE_NAME) is None:
+            if running_server_url(task.state.server) is None:
                 # Left by a command that was killed after its last step.
-                shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
+                shutil.rmtree(task.state.folder, ignore_errors=True)
             return finished
     for note in (*filter(None, [left_out(task.corpus)]), *options.notes()):
         on_note(note)
     watching = Watching(stopping, on_progress, on_note)
-    update = (options.incremental or options.reindex) and owner is not None and not holds_nothing(dataset)
+    update = (options.incremental or options.reindex) and owner is not None and not holds_nothing(dataset, task.state)
     if not update or (owner is not None and owner.same_request(wanted)):
         return _complete(task, slots, watching)
     with owned(dataset):
@@ -155,12 +166,12 @@ def estimate_run(sources: Sequence[str | Path], options: RunOptions) -> Estimate
     owner = dataset.run_spec()
     older = None
     if owner is not None:
-        older = open_dataset(dataset.path, partial=True)
+        older = open_dataset(str(dataset), partial=True)
         if not owner.same_request(wanted):
             if older.complete and options.incremental and not options.reindex:
                 require_same_vectors(older, wanted, options.dtype)
             elif not (older.complete and options.reindex):
-                refuse_other_run(dataset, owner, wanted)
+                refuse_other_run(dataset, owner, wanted, task.state)
     return estimate(
         task.corpus,
         task.read_options,
@@ -174,6 +185,8 @@ def estimate_run(sources: Sequence[str | Path], options: RunOptions) -> Estimate
 
 def _go_on_with_switch(dataset: Dataset) -> None:
     """Where an earlier command was killed while a new generation took the place of the dataset."""
+    if not dataset.is_directory:
+        return
     generation = Generation(dataset)
     if generation.complete or generation.is_left_over:
         with owned(dataset):
@@ -183,8 +196,8 @@ def _go_on_with_switch(dataset: Dataset) -> None:
 def _replace(task: Task, slots: Sequence[Slot], watching: Watching) -> RunState:
     """Make the dataset's next generation, from its own vectors where their texts are still there; then switch."""
     dataset, wanted, options = task.dataset, task.wanted, task.options
-    if not dataset.success.exists():
-        raise OutputError(f"{dataset.path} is not complete; repeat the command that made it, then bring it up to date")
+    if not dataset.store.exists(SUCCESS_NAME):
+        raise OutputError(f"{dataset} is not complete; repeat the command that made it, then bring it up to date")
     generation = Generation(dataset)
     older = None if options.reindex else open_dataset(dataset.path)
     if older is not None:
@@ -228,26 +241,28 @@ def _complete(
     else:
         queue = (owner if owner is not None and owner.same_request(wanted) else wanted).queue
         _check_queue(options.redis_url, Keys(queue), task.checkpoint, watching.on_note)
-    spec = claim(dataset, wanted)
+    spec = claim(dataset, wanted, task.state)
     with ExitStack() as stack:
-        stack.enter_context(owned(dataset))
+        ownership = stack.enter_context(owned(dataset, task.state))
+        if not dataset.is_directory and options.redis_url is None:
+            watching.on_note(f"what this run needs to resume is kept in {task.state.folder} until it is complete")
         if before is not None:
             before()
         url = options.redis_url
         server: EmbeddedServer | None = None
         if url is None:
-            server = stack.enter_context(EmbeddedServer(dataset.path / STATE_NAME))
+            server = stack.enter_context(EmbeddedServer(task.state.server))
             url = server.url
         broker = options.broker(redis_url=url, queue=spec.queue)
         folder = stack.enter_context(options.metrics(broker, processes=True))
         with broker_errors(url):
-            state = _drive(task, spec, older, slots, broker, folder, server, watching)
+            state = _drive(task, spec, older, slots, broker, folder, server, watching, ownership)
     if not state.counters.input:
         watching.on_note(f"the corpus {task.corpus.name} holds no documents")
     if state.status is RunStatus.COMPLETED:
-        if server is not None:
-            shutil.rmtree(dataset.path / STATE_NAME, ignore_errors=True)
-        if copied := sum(file.rows for file in read_manifest(dataset.path).values() if file.copied):
+        if server is not None or not dataset.is_directory:
+            shutil.rmtree(task.state.folder, ignore_errors=True)
+        if copied := sum(file.rows for file in dataset.store.files().values() if file.copied):
             watching.on_note(
                 f"{copied:,} of the {state.counters.succeeded:,} vectors were known and not computed again"
             )
@@ -270,6 +285,7 @@ def _drive(
     metrics_folder: Path | None,
     server: EmbeddedServer | None,
     watching: Watching,
+    ownership: Ownership,
 ) -> RunState:
     options, dataset, checkpoint = task.options, task.dataset, task.checkpoint
     max_length = spec.encoding.longest(checkpoint.max_length)
@@ -282,7 +298,7 @@ def _drive(
     if server is not None:
         release_the_dead(client, keys, broker)
     spec = registry.create(spec)
-    roots = (dataset.path,)
+    roots = (str(dataset),)
     supervisor = Supervisor(
         slots,
         broker,
@@ -299,7 +315,8 @@ def _drive(
         known = None
         # A stream is read once: what would turn out to be unknown after all could not be sent any more.
         if all(file.place.repeatable for file in task.corpus.files):
-            known = KnownVectors(own, sender, dataset, spec, max_length=max_length, done=done, older=older)
+            spool = task.state.spool
+            known = KnownVectors(own, sender, dataset, spec, max_length=max_length, done=done, spool=spool, older=older)
         feed(
             sender,
             spec,
@@ -327,12 +344,14 @@ def _drive(
                     registry.drop_queue(spec.run)
                 return state
             if state.status in (RunStatus.FINALIZING, RunStatus.CANCELLING):
+                ownership.confirm()
                 finish_run(client, keys, spec.run, roots)
             elif watching.stopping():
                 break
             if server is not None:
                 server.check()
             feeder.check()
+            ownership.check()
             supervisor.poll()
             patience.check(state.counters.settled, supervisor.restarts)
             time.sleep(0.01 if state.status is RunStatus.FINALIZING else _POLL_S)
@@ -345,7 +364,7 @@ def _drive(
         raise
     except RunNotFoundError:
         raise RunIncompleteError(
-            f"the server lost run {spec.run}, as after FLUSHALL; the same command resumes from {dataset.path}"
+            f"the server lost run {spec.run}, as after FLUSHALL; the same command resumes from {dataset}"
         ) from None
     finally:
         halt.set()
@@ -454,7 +473,7 @@ def _request(
             queue=run if options.redis_url and "queue" not in options.model_fields_set else options.queue,
             model_fingerprint=checkpoint.fingerprint,
             encoding=encoding,
-            sink=ParquetSink(path=str(dataset.path), file_bytes=options.file_bytes),
+            sink=ParquetSink(path=str(dataset), file_bytes=options.file_bytes),
             durability=options.durability,
             metadata=tuple(read_options.columns),
             metadata_types=metadata_type_names(read_options),

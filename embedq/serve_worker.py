@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from embedq_broker.connect import broker_errors, check_server, connect
 from embedq_schemas.errors import UsageError
+from embedq_worker.sinks.dataset import dataset_at, is_url
 from embedq_worker.supervisor import Supervisor, plan_slots
 
 from embedq.options import WorkerOptions
@@ -24,7 +24,8 @@ def run_worker(options: WorkerOptions, stopping: Callable[[], bool]) -> int:
 
     if not options.model:
         raise UsageError("--model is missing: name a checkpoint folder or a model hub id")
-    roots = tuple(Path(os.path.abspath(root)) for root in options.output_roots) or (Path.cwd(),)
+    given = options.output_roots or (os.getcwd(),)
+    roots = tuple(str(dataset_at(root)) if is_url(root) else os.path.abspath(root) for root in given)
     with broker_errors(options.redis_url):
         for warning in check_server(connect(options.redis_url, role="worker"), options.redis_url):
             logging.getLogger(__name__).warning("%s", warning)

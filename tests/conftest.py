@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 import redis
 from embedq_broker.connect import connect
+from s3_server import Bucket, S3Server, use
 from servers import KINDS, Kind, Server, ServerMissingError
 
 # Tests share few cores; libraries that start a thread per core would fight over them.
@@ -60,3 +61,16 @@ def start_server(request: pytest.FixtureRequest) -> Iterator[Callable[..., Serve
             return stack.enter_context(_server(request.param, args=args, tcp=tcp))
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty bucket, which this process and those it starts have the credentials for."""
+    bucket = s3_server.bucket()
+    yield from (bucket for _ in use(bucket.environment, monkeypatch))

@@ -98,7 +98,7 @@ class Commit:
         self._add_payload(self.consumer.keys.results(run), fields, payload, run=run, ttl_ms=ttl_ms)
 
     def add_file(self, file: PublishedFile, dataset: str) -> None:
-        """The commit record of a staged file of the dataset directory `dataset`."""
+        """The commit record of a staged file of `dataset`, a directory or an object store prefix."""
         fields = ["run", file.run, "dataset", dataset, "file", file.encode().decode()]
         self._adds.append({"key": self.consumer.keys.commits, "fields": fields, "run": file.run})
         self._names_file = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Required, TypedDict, Unpack
@@ -17,7 +17,7 @@ from embedq_schemas.names import LANES, SCHEMA_VERSION
 from embedq_schemas.run import RunCounters, RunSpec, RunState, RunStatus
 
 from embedq_broker import metrics, scripts
-from embedq_broker.commit import CommitRecord, check_durability, unpublished
+from embedq_broker.commit import TOKEN_TTL_MS, CommitRecord, check_durability, unpublished
 from embedq_broker.consume import MAX_ENTRY_DOCUMENTS, Stage
 from embedq_broker.faults import fault_point
 from embedq_broker.keys import Keys, check_run_id
@@ -176,9 +176,18 @@ class Registry:
         """Files of the run that are committed and may not have their final name yet."""
         return [record for record in unpublished(self._client, self.keys) if record.file.run == run]
 
-    def restore(self, spec: RunSpec, counters: RunCounters, *, files: int, drop_streams: bool = True) -> None:
+    def restore(
+        self,
+        spec: RunSpec,
+        counters: RunCounters,
+        *,
+        files: int,
+        tokens: Iterable[str] = (),
+        drop_streams: bool = True,
+    ) -> None:
         """Register `spec` anew with outcomes that its dataset proves, forgetting whatever the queue holds of it.
 
+        `tokens` are those of its files, which are told by them from files of commits that nobody here knows.
         With `drop_streams` the queue's streams are dropped whole: for one that serves this run alone, and no worker
         at the moment.
         """
@@ -188,7 +197,11 @@ class Registry:
         self.create(spec)
         fields: dict[Any, Any] = {"committed_files": files, "published_files": files}
         fields |= {name: getattr(counters, name) for name in ("succeeded", "failed", "skipped", "tokens")}
-        self._client.hset(self.keys.run(spec.run), mapping=fields)
+        pipe = self._client.pipeline(transaction=False)
+        pipe.hset(self.keys.run(spec.run), mapping=fields)
+        for token in tokens:
+            pipe.set(self.keys.token(token), 1, px=TOKEN_TTL_MS)
+        pipe.execute()
 
     def drop_queue(self, run: str) -> None:
         """Delete a queue that served this run alone, except its tokens and locks, which expire by themselves."""

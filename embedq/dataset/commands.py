@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 
     from embedq.dataset.search import Hit
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory that a run wrote.")]
+Place = Annotated[
+    str, typer.Argument(metavar="DIR", help="Dataset that a run wrote: its directory, or s3://bucket/prefix.")
+]
 Question = Annotated[str | None, typer.Argument(metavar="QUESTION", help="What to look for; or --questions.")]
 _BAR_COLUMNS = 40
 _TEXT_COLUMNS = 100
 
 
 @with_options(InspectOptions)
-def inspect(dataset: Directory, options: InspectOptions) -> int:
+def inspect(dataset: Place, options: InspectOptions) -> int:
     """Show what a dataset holds: rows, files, model, norms, duplicates, token counts, errors, completeness."""
     inspection = inspect_dataset(open_dataset(dataset, partial=True))
     if options.json_output:
@@ -113,7 +115,7 @@ def _print_section(title: str, facts: dict[str, str]) -> None:
 
 
 @with_options(SearchOptions)
-def search(dataset: Directory, options: SearchOptions, question: Question = None) -> int:
+def search(dataset: Place, options: SearchOptions, question: Question = None) -> int:
     """Find the documents nearest to a question: exact, with the dataset's own model and its query prompt."""
     with extra("worker"):
         from embedq_worker.engine.device import usable_cores
@@ -163,11 +165,11 @@ def _model_of(reader: DatasetReader, options: SearchOptions) -> Checkpoint:
         checkpoint = options.model_copy(update=named).checkpoint()
     else:
         raise UsageError(
-            f"{reader.path} was made with a model in a folder named {facts.model_id!r}; say with --model where it is"
+            f"{reader.dataset} was made with a model in a folder named {facts.model_id!r}; say with --model where it is"
         )
     if checkpoint.fingerprint != facts.fingerprint:
         raise ModelMismatchError(
-            f"{reader.path} was made with the model {facts.model_id} ({facts.fingerprint[:12]}), "
+            f"{reader.dataset} was made with the model {facts.model_id} ({facts.fingerprint[:12]}), "
             f"{options.model or facts.model_id} is another one ({checkpoint.fingerprint[:12]})"
         )
     return checkpoint
@@ -190,7 +192,7 @@ def _print_hits(question: str | None, hits: Sequence[Hit]) -> None:
 
 
 @with_options(ExportOptions)
-def export(dataset: Directory, options: ExportOptions) -> int:
+def export(dataset: Place, options: ExportOptions) -> int:
     """Write a dataset for another program: NumPy, FAISS, Lance, JSON lines, PostgreSQL with pgvector, or Qdrant."""
     from embedq.dataset.export import export_dataset
 
@@ -205,7 +207,7 @@ def export(dataset: Directory, options: ExportOptions) -> int:
 
 
 @with_options(CompactOptions)
-def compact(dataset: Directory, options: CompactOptions) -> int:
+def compact(dataset: Place, options: CompactOptions) -> int:
     """Merge a complete dataset's small files and drop doubled rows; safe beside readers and against any kill."""
     from embedq.dataset.compaction import compact_dataset
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 from embedq_broker.faults import fault_point
-from embedq_schemas.errors import OutputError, RunConflictError, RunIncompleteError, RunNotFoundError
+from embedq_schemas.errors import OutputError, RunConflictError, RunIncompleteError, RunNotFoundError, UsageError
 from embedq_schemas.manifest import MANIFEST_NAME, PublishedFile
 from embedq_schemas.vector_batch import VectorBatch
-from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.dataset import Dataset, is_url
 from embedq_worker.sinks.files import fsync_directory, storage_errors, write_durably
 from embedq_worker.sinks.parquet import row_weight, stage
 from numpy.typing import NDArray
@@ -56,8 +56,14 @@ def compact_dataset(path: str | Path, *, file_bytes: int, grace_s: float) -> Com
         RunIncompleteError: its run is not complete.
         RunConflictError: another process works on it.
         OutputError: a file is gone or damaged.
+        UsageError: the dataset is on an object store.
         StorageError: the disk refused; the dataset is as it was.
     """
+    if is_url(path):
+        raise UsageError(
+            f"embedq compact renames files, which no object store can: copy {path} to a directory first, or write "
+            "it anew with larger --file-bytes"
+        )
     dataset = Dataset(Path(path).resolve())
     if dataset.run_spec() is None:
         raise RunNotFoundError(f"{path} holds no run")

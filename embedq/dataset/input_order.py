@@ -177,7 +177,7 @@ def _ordinals(reader: DatasetReader, file: PublishedFile) -> NDArray[np.int64]:
     ordinals: NDArray[np.int64] = np.concatenate(parts)
     promised = sum(b - a + 1 for a, b in file.ranges)
     found = np.unique(ordinals)
-    path = reader.path / file.name
+    path = f"{reader.dataset}/{file.name}"
     if len(ordinals) != file.rows or len(found) != promised:
         raise OutputError(f"{path} holds {len(ordinals)} rows, its manifest says {file.rows}")
     if (found[0], found[-1]) != (file.ordinals[0], file.ordinals[-1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +12,6 @@ import numpy as np
 from embedq_schemas.run import RunSpec
 from embedq_schemas.text_hash import text_keys
 from embedq_worker.embed import NORM_TOLERANCE
-from embedq_worker.sinks.dataset import Dataset
 from embedq_worker.sinks.errors import read_errors
 from numpy.typing import NDArray
 
@@ -91,7 +91,7 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
             repeated_ids, repeated_texts = ids.find()[0], texts.find()[0]
     listed = {file.name for file in reader.files}
     return DatasetInspection(
-        path=str(reader.path),
+        path=str(reader.dataset),
         spec=reader.spec,
         complete=reader.complete,
         rows=reader.rows,
@@ -106,8 +106,8 @@ def inspect_dataset(reader: DatasetReader) -> DatasetInspection:
         truncated=truncated,
         repeated_ids=repeated_ids,
         repeated_texts=repeated_texts,
-        errors=dict(Counter(str(letter.code) for letter in read_errors(Dataset(reader.path))).most_common()),
-        strangers=sum(path.name not in listed for path in reader.path.glob("part-*.parquet")),
+        errors=dict(Counter(str(letter.code) for letter in read_errors(reader.dataset)).most_common()),
+        strangers=sum(name not in listed for name in fnmatch.filter(reader.dataset.store.sizes(), "part-*.parquet")),
         summary=reader.summary,
     )
 

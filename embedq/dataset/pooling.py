@@ -24,8 +24,8 @@ _PLACES = ["id", "chunk_index"]
 def pooled(reader: DatasetReader) -> PooledReader:
     """The dataset of chunks `reader` as one of documents; raises UsageError where its texts were not cut."""
     if not reader.chunked:
-        raise UsageError(f"{reader.path} holds no chunks; its run was made without --on-long chunk")
-    return PooledReader(reader.path, reader.spec, reader.files, reader.complete, reader.summary, reader)
+        raise UsageError(f"{reader.dataset} holds no chunks; its run was made without --on-long chunk")
+    return PooledReader(reader.dataset, reader.spec, reader.files, reader.complete, reader.summary, reader)
 
 
 @dataclass(frozen=True)

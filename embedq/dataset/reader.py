@@ -1,4 +1,4 @@
-"""Reading a dataset directory: only the files its manifest names count.
+"""Reading a dataset: only the files its manifest names count.
 
 A glob over `part-*.parquet` finds the same rows in a directory at rest; the manifest is what stays right while files
 are being published, compacted or withdrawn.
@@ -7,6 +7,7 @@ are being published, compacted or withdrawn.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from embedq_schemas.encoding import OnLong
 from embedq_schemas.errors import CodecError, OutputError, RunIncompleteError, RunNotFoundError, UsageError
-from embedq_schemas.manifest import PublishedFile, read_manifest
+from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.quantize import VectorType, decode_ranges, dequantize
 from embedq_schemas.run import RunSpec
 from embedq_schemas.vector_batch import TYPE_KEY, VectorBatch, described
-from embedq_worker.sinks.dataset import Dataset
+from embedq_worker.sinks.dataset import Dataset, dataset_at
+from embedq_worker.sinks.store import SUCCESS_NAME
 from numpy.typing import NDArray
 
 SUPERSEDED_NAME = "_superseded"
@@ -60,13 +62,18 @@ class VectorFacts:
 class DatasetReader:
     """An opened dataset. `files` are those that counted at that moment, in the order of their publication."""
 
-    path: Path
+    dataset: Dataset
     spec: RunSpec
     files: tuple[PublishedFile, ...]
     #: Every document of the run's input has its row here or among the errors.
     complete: bool
     #: What `_SUCCESS` says: the run's counters; empty while the run is not complete.
     summary: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """The dataset's directory; raises UsageError where it has none."""
+        return self.dataset.path
 
     @property
     def rows(self) -> int:
@@ -89,7 +96,7 @@ class DatasetReader:
         return ["id", "chunk_index"] if self.chunked else ["id"]
 
     def locate(self, file: PublishedFile) -> Path:
-        """Where the file lies now; a compaction may have moved it since the dataset was opened."""
+        """Where the file lies now in a directory; a compaction may have moved it since the dataset was opened."""
         path = self.path / file.name
         moved = self.path / SUPERSEDED_NAME / f"{file.name}.old"
         return path if path.exists() or not moved.exists() else moved
@@ -97,17 +104,21 @@ class DatasetReader:
     @contextmanager
     def opened(self, file: PublishedFile) -> Iterator[pq.ParquetFile]:
         """The open file; what goes wrong with it inside the block is raised as OutputError."""
-        path = self.locate(file)
         try:
-            try:
-                handle = pq.ParquetFile(path)
-            except FileNotFoundError:
-                # Moved since we looked.
-                handle = pq.ParquetFile(self.locate(file))
-            with handle:
+            with self._open(file) as handle:
                 yield handle
         except (OSError, pa.ArrowException) as error:
-            raise OutputError(f"{path} cannot be read: {str(error)[:200]}") from None
+            raise OutputError(f"{self.dataset}/{file.name} cannot be read: {str(error)[:200]}") from None
+
+    def _open(self, file: PublishedFile) -> pq.ParquetFile:
+        if not self.dataset.is_directory:
+            # A request takes longer than what it asks for, so pages that lie side by side are asked for at once.
+            return pq.ParquetFile(self.dataset.store.source(file.name), pre_buffer=True)
+        try:
+            return pq.ParquetFile(self.locate(file))
+        except FileNotFoundError:
+            # Moved since we looked.
+            return pq.ParquetFile(self.locate(file))
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -117,16 +128,16 @@ class DatasetReader:
         of a type this version does not read.
         """
         if not self.files:
-            raise OutputError(f"{self.path} holds no vectors")
+            raise OutputError(f"{self.dataset} holds no vectors")
         with self.opened(self.files[0]) as file:
             schema: pa.Schema = file.schema_arrow
         try:
             kind, _ = described(schema.field("vector"))
             ranges = _ranges_in(schema)
         except (CodecError, ValueError) as error:
-            raise OutputError(f"{self.path} holds vectors that this version does not read: {error}") from None
+            raise OutputError(f"{self.dataset} holds vectors that this version does not read: {error}") from None
         if kind.ranged and ranges is None:
-            raise OutputError(f"{self.path} holds {kind} vectors whose ranges are missing")
+            raise OutputError(f"{self.dataset} holds {kind} vectors whose ranges are missing")
         return schema
 
     @cached_property
@@ -211,10 +222,11 @@ class DatasetReader:
         self, file: PublishedFile, schema: pa.Schema, batch_rows: int, *, groups: Sequence[int] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """The rows of one file, columns as in `schema`, from all or some row groups; raises OutputError."""
+        where = f"{self.dataset}/{file.name}"
         with self.opened(file) as opened:
-            _check_columns(self.path / file.name, opened.schema_arrow, schema)
+            _check_columns(where, opened.schema_arrow, schema)
             if "vector" in schema.names:
-                _check_vectors(self.path / file.name, opened.schema_arrow, self.schema)
+                _check_vectors(where, opened.schema_arrow, self.schema)
             # Over several row groups Arrow keeps what it has read until the last.
             for group in range(opened.num_row_groups) if groups is None else groups:
                 for batch in opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=schema.names):
@@ -225,23 +237,24 @@ class DatasetReader:
         if columns is None:
             return self.schema
         if missing := [name for name in columns if name not in self.schema.names]:
-            raise UsageError(f"{self.path} has no column {', '.join(missing)}; it has: {', '.join(self.schema.names)}")
+            there = ", ".join(self.schema.names)
+            raise UsageError(f"{self.dataset} has no column {', '.join(missing)}; it has: {there}")
         return pa.schema([field for field in self.schema if field.name in columns], self.schema.metadata)
 
 
 def open_dataset(path: str | Path, *, partial: bool = False) -> DatasetReader:
-    """Open the dataset directory that a run wrote.
+    """Open the dataset that a run wrote.
 
     Args:
-        path: the directory.
+        path: its directory, or `s3://bucket/prefix`.
         partial: also open a dataset that is not complete, with the rows it has at this moment.
 
     Raises:
-        RunNotFoundError: the directory holds no run.
+        RunNotFoundError: there is no run.
         RunIncompleteError: it is not complete, and `partial` is not asked for.
         OutputError: a file of the manifest is gone or has another size, or a file of ours does not decode.
     """
-    dataset = Dataset(Path(path))
+    dataset = dataset_at(path)
     spec = dataset.run_spec()
     if spec is None:
         raise RunNotFoundError(f"{path} holds no run")
@@ -264,29 +277,31 @@ def open_dataset(path: str | Path, *, partial: bool = False) -> DatasetReader:
 def _look(dataset: Dataset, spec: RunSpec) -> DatasetReader:
     # The mark first: files published between the two looks belong to a run that was not complete.
     summary = _summary(dataset)
-    files = tuple(read_manifest(dataset.path).values())
-    return DatasetReader(dataset.path, spec, files, complete=summary is not None, summary=summary or {})
+    files = tuple(dataset.store.files().values())
+    return DatasetReader(dataset, spec, files, complete=summary is not None, summary=summary or {})
 
 
 def _summary(dataset: Dataset) -> dict[str, Any] | None:
     try:
-        found = json.loads(dataset.success.read_bytes())
+        found = json.loads(dataset.store.read(SUCCESS_NAME))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise OutputError(f"{dataset.success} cannot be read: {error}") from None
+        raise OutputError(f"{dataset}/{SUCCESS_NAME} cannot be read: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("succeeded"), int):
-        raise OutputError(f"{dataset.success} is not what a run writes")
+        raise OutputError(f"{dataset}/{SUCCESS_NAME} is not what a run writes")
     return found
 
 
 def _check_files(reader: DatasetReader) -> None:
+    listed = None if reader.dataset.is_directory else reader.dataset.store.sizes()
     for file in reader.files:
-        path = reader.locate(file)
+        path = f"{reader.dataset}/{file.name}" if listed is not None else str(reader.locate(file))
         try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise OutputError(f"{path} is in the manifest and cannot be read: {error.strerror}") from None
+            size = os.stat(path).st_size if listed is None else listed[file.name]
+        except (OSError, KeyError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it does not exist"
+            raise OutputError(f"{path} is in the manifest and cannot be read: {reason}") from None
         if size != file.size_bytes:
             raise OutputError(f"{path} holds {size} bytes, its manifest says {file.size_bytes}")
     succeeded = reader.summary.get("succeeded")
@@ -294,7 +309,7 @@ def _check_files(reader: DatasetReader) -> None:
         return
     # What a compaction will drop, and how many rows a new generation replaces, is written down before it happens.
     if reader.rows not in (succeeded, succeeded - reader.summary.get("superseded", 0), reader.summary.get("replaces")):
-        raise OutputError(f"{reader.path} holds {reader.rows} rows, its run had {succeeded}")
+        raise OutputError(f"{reader.dataset} holds {reader.rows} rows, its run had {succeeded}")
 
 
 def facts_in(schema: pa.Schema) -> dict[str, str]:
@@ -311,7 +326,7 @@ def _ranges_in(schema: pa.Schema) -> NDArray[np.float32] | None:
     return None if text is None else decode_ranges(text)
 
 
-def _check_vectors(path: Path, found: pa.Schema, wanted: pa.Schema) -> None:
+def _check_vectors(path: str, found: pa.Schema, wanted: pa.Schema) -> None:
     """Vectors of one dataset must compare."""
     kind, _ = described(wanted.field("vector"))
     if (found.field("vector").metadata or {}).get(TYPE_KEY) != (wanted.field("vector").metadata or {}).get(TYPE_KEY):
@@ -320,7 +335,7 @@ def _check_vectors(path: Path, found: pa.Schema, wanted: pa.Schema) -> None:
         raise OutputError(f"{path}: its {kind} vectors have other ranges than those elsewhere")
 
 
-def _check_columns(path: Path, found: pa.Schema, wanted: pa.Schema) -> None:
+def _check_columns(path: str, found: pa.Schema, wanted: pa.Schema) -> None:
     for field in wanted:
         index = found.get_field_index(field.name)
         if index < 0 or found.field(index).type != field.type:

@@ -24,6 +24,16 @@ _Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _Ordinal = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
+class Upload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a file staged on an object store is published: a multipart upload with all its parts, not completed yet."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=2048)]
+    #: ETags of its parts, which are numbered from 1.
+    parts: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(min_length=1, max_length=10_000)]
+    #: ETag of the object once it is completed, where the store's are MD5 sums and so can be foreseen.
+    etag: str | UnsetType = UNSET
+
+
 class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One data file: what the commit promised and what the manifest states."""
 
@@ -36,6 +46,8 @@ class PublishedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ordinals: tuple[_Ordinal, ...]
     #: The model saw none of its rows: each has the vector of another row of the same text.
     copied: bool | UnsetType = UNSET
+    #: In the commit record of a file on an object store, not in the manifest.
+    upload: Upload | UnsetType = UNSET
     v: int = SCHEMA_VERSION
 
     @property

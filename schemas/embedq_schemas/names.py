@@ -17,6 +17,10 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 QueueName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 RunId = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 
+#: Place of a dataset on an object store: `s3://bucket/prefix`, without a slash at its end. No empty component, and no
+#: character that globs, queries or terminals take for something else.
+S3_PATTERN = r"^s3://([A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9])((?:/(?!\.{1,2}(?:/|\Z))[^/?#*\x00-\x1f\x7f]+)*)\Z"
+
 SCHEMA_VERSION = 1
 """Major version of every wire format here; an entry with a greater one is refused, never guessed at."""
 

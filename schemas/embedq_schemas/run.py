@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal, Self
@@ -13,7 +14,15 @@ from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import CodecError, UnsupportedVersionError
 from embedq_schemas.ipc import METADATA_TYPE
 from embedq_schemas.metadata_type import parse_metadata_type
-from embedq_schemas.names import MAX_METADATA_COLUMNS, RESERVED_COLUMNS, SCHEMA_VERSION, Lane, QueueName, RunId
+from embedq_schemas.names import (
+    MAX_METADATA_COLUMNS,
+    RESERVED_COLUMNS,
+    S3_PATTERN,
+    SCHEMA_VERSION,
+    Lane,
+    QueueName,
+    RunId,
+)
 from embedq_schemas.versions import refuse_other_version
 
 
@@ -47,12 +56,12 @@ class Durability(StrEnum):
 
 
 class ParquetSink(BaseModel):
-    """Vectors go to a Parquet dataset directory."""
+    """Vectors go to a Parquet dataset: a directory, or a prefix of an object store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["parquet"] = "parquet"
-    #: Absolute path of the dataset directory.
+    #: Absolute path of the dataset directory, or `s3://bucket/prefix`.
     path: str = Field(min_length=1, max_length=4096)
     #: A worker closes its file at about this many bytes of vectors. Also what it holds in memory before a commit.
     file_bytes: int = Field(default=64 << 20, ge=1 << 16, le=1 << 30)
@@ -60,8 +69,9 @@ class ParquetSink(BaseModel):
     @field_validator("path")
     @classmethod
     def _absolute(cls, path: str) -> str:
-        if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-            raise ValueError("the dataset path must be absolute, without '..' or NUL")
+        local = path.startswith("/") and "\0" not in path and ".." not in path.split("/")
+        if not local and not re.match(S3_PATTERN, path):
+            raise ValueError("the dataset path must be absolute, without '..' or NUL, or s3://bucket/prefix")
         return path
 
 

@@ -51,8 +51,11 @@ def fork_server() -> Any:
     return context
 
 
-def work(config_json: str, fault_text: str, seed: int, marks: str | None, log_file: str | None) -> None:
+def work(
+    config_json: str, fault_text: str, seed: int, marks: str | None, log_file: str | None, environment: dict[str, str]
+) -> None:
     """Body of a crew process."""
+    os.environ.update(environment)
     config = ProcessConfig.model_validate_json(config_json)
     if log_file:
         os.dup2(os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
@@ -111,10 +114,13 @@ class Crew:
         log_file: Path | None = None,
         gives_back: bool = True,
         seed: int = 0,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self._broker, self._worker, self._engine = broker, worker, engine
         self._fault_text, self._marks, self._log_file, self._seed = fault_text, marks, log_file, seed
         self._gives_back = gives_back
+        #: The server that processes are forked from may be older than the variables of a test.
+        self._environment = environment or {}
         self._context = fork_server()
         self.members = [Member("tokenizer") for _ in range(tokenizers)] + [Member("embedder") for _ in range(embedders)]
         self.deaths: list[tuple[float, Role, int]] = []
@@ -163,7 +169,9 @@ class Crew:
         marks = str(self._marks) if self._marks else None
         seed = self._seed * 1_000_003 + len(self.deaths)
         member.process = self._context.Process(
-            target=work, args=(config.model_dump_json(), self._fault_text, seed, marks, log_file), daemon=True
+            target=work,
+            args=(config.model_dump_json(), self._fault_text, seed, marks, log_file, self._environment),
+            daemon=True,
         )
         member.process.start()
 

@@ -55,6 +55,8 @@ class Pipeline:
         self.log_file = folder / "workers.log"
         self.marks = folder / "marks"
         self.marks.mkdir()
+        #: Variables for the workers.
+        self.environment: dict[str, str] = {}
 
     def spec(self) -> RunSpec:
         return RunSpec(
@@ -94,6 +96,7 @@ class Pipeline:
             marks=self.marks if once else None,
             log_file=self.log_file,
             gives_back=gives_back,
+            environment=self.environment,
         )
         self.crews.append(crew)
         return crew

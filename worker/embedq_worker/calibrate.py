@@ -1,7 +1,7 @@
 """Ranges of int8 and uint8 vectors: found once for a run, from its first vectors, and the same in all its files.
 
-The first embedder with enough rows lays them down in the dataset's directory, which takes one file of that name; all
-others read them there. They outlive the server and every process, and another run may be given them.
+The first embedder with enough rows lays them down with the dataset, which takes one file of that name; all others read
+them there. They outlive the server and every process, and another run may be given them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_RUNS = 256
 class Calibration:
     """The ranges of runs that write datasets, as far as this process knows them. For one thread."""
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[str | Path]) -> None:
         self._roots = roots
         self._known: OrderedDict[str, NDArray[np.float32]] = OrderedDict()
 

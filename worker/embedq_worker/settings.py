@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+import os
+from typing import Annotated, Literal
 
 from embedq_broker.settings import BrokerSettings
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from embedq_worker.checkpoint import Checkpoint, load_checkpoint
 from embedq_worker.engine.settings import EngineSettings
+
+Location = Annotated[str, BeforeValidator(lambda place: os.fspath(place) if isinstance(place, os.PathLike) else place)]
+"""A path, or the URL of a place on an object store, which a path would garble."""
 
 
 class WorkerSettings(BaseModel):
@@ -33,8 +36,10 @@ class WorkerSettings(BaseModel):
     tokenizer_backend: Literal["auto", "gigatoken", "huggingface"] = Field(
         "auto", description="auto takes the fast tokenizer where its ids equal the reference's, else the reference."
     )
-    output_roots: tuple[Path, ...] = Field(
-        (), description="Directories below which datasets may be written; none: the directory the worker starts in."
+    output_roots: tuple[Location, ...] = Field(
+        (),
+        description="Directories, and s3://bucket/prefix, below which datasets may be written; "
+        "none: the directory the worker starts in.",
     )
     flush_interval_s: float = Field(
         30.0,

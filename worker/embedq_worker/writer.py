@@ -35,7 +35,8 @@ from embedq_worker.keeper import Progress
 from embedq_worker.runs import RunCache
 from embedq_worker.sinks.dataset import Dataset, open_dataset
 from embedq_worker.sinks.parquet import stage
-from embedq_worker.sinks.publish import CommittedFileError, publish
+from embedq_worker.sinks.publish import publish
+from embedq_worker.sinks.store import CommittedFileError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Writer:
         progress: Progress,
         *,
         url: str,
-        roots: Sequence[Path],
+        roots: Sequence[str | Path],
         file_metadata: Callable[[RunSpec], Mapping[str, str]],
         flush_interval_s: float,
         storage_patience_s: float,
@@ -289,17 +290,17 @@ class Writer:
             if batches and spec is not None:
                 try:
                     dataset, file = self._stage(spec, commit.token, batches, tokens)
-                except OutputError as error:
+                except (OutputError, UsageError) as error:
                     self._fail_run(run, error)
                     continue
-                commit.add_file(file, str(dataset.path))
+                commit.add_file(file, str(dataset))
                 commit.count(run, "succeeded", rows)
                 commit.count(run, "tokens", tokens)
             committed = self._send(commit, spec.durability if spec else Durability.PROCESS)
             if committed.outcome is CommitOutcome.LOST:
                 # Another worker has some of these batches: write the file again without their rows.
                 if dataset is not None and file is not None:
-                    (dataset.path / file.staging_name).unlink(missing_ok=True)
+                    dataset.store.discard(file)
                 lost = set(committed.lost)
                 log.warning("%d of %d token batches were taken over by another worker", len(lost), len(items))
                 items = [item for item in items if (item.entry.stream, item.entry.id) not in lost]
@@ -319,11 +320,14 @@ class Writer:
             dataset.prepare(spec)
             if ranges is not None and not np.array_equal(dataset.claim_ranges(ranges), ranges):
                 # Somebody emptied the directory under a run: its files must not be read with each other's ranges.
-                raise OutputError(f"{dataset.path} has other ranges than the vectors that wait for it")
+                raise OutputError(f"{dataset} has other ranges than the vectors that wait for it")
             metadata = {**self._file_metadata(spec), **vector_metadata(spec, ranges)}
-            return stage(dataset, token, spec.run, batches, metadata, tokens)
+            return stage(dataset, token, spec.run, batches, metadata, tokens, moved=self._moved)
 
         return dataset, self._patiently(attempt)
+
+    def _moved(self) -> None:
+        self._progress.ticks += 1
 
     def _publish(self, dataset: Dataset, file: PublishedFile, committed: Committed) -> None:
         def attempt() -> None:
@@ -335,14 +339,18 @@ class Writer:
                 if file.token not in known:
                     return
                 record_id = known[file.token].id
-            record = CommitRecord(record_id, str(dataset.path), file)
+            record = CommitRecord(record_id, str(dataset), file)
             until_accepted(
                 lambda: publish(self._client, self._keys, dataset, record, replay=replay),
                 url=self._url,
                 give_up=self._draining.is_set,
             )
 
-        self._patiently(attempt)
+        try:
+            self._patiently(attempt)
+        except OutputError as error:
+            # It is committed, so housekeeping goes on trying.
+            log.error("cannot publish a file of run %s: %s", file.run, error)
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         """Retry while the disk refuses, up to the configured patience, with the work in hand."""
@@ -363,7 +371,7 @@ class Writer:
 
     def _send(self, commit: Commit, durability: Durability) -> Committed:
         def attempt() -> Committed:
-            self._progress.ticks += 1  # waiting for the server is not a hang
+            self._moved()  # waiting for the server is not a hang
             return commit.send(self._client, durability=durability)
 
         return until_accepted(attempt, url=self._url, give_up=self._draining.is_set)

@@ -28,7 +28,7 @@ def export_dataset(reader: DatasetReader, options: ExportOptions) -> str:
     kind = reader.vector_type
     if kind.packed and options.to in ("pgvector", "qdrant"):
         taken = ", ".join(other for other in VectorType if not other.packed)
-        raise UsageError(f"{reader.path} holds {kind} vectors; --to {options.to} takes {taken}")
+        raise UsageError(f"{reader.dataset} holds {kind} vectors; --to {options.to} takes {taken}")
     if options.to == "pgvector":
         from embedq.dataset.export.pgvector import export_pgvector
 
@@ -64,7 +64,10 @@ def _url(options: ExportOptions) -> str:
 def _output(reader: DatasetReader, options: ExportOptions) -> Path:
     if options.export_output is None:
         raise UsageError(f"--to {options.to} writes a file or directory: name it with --output")
-    target, dataset = options.export_output.resolve(), reader.path.resolve()
+    target = options.export_output.resolve()
+    if not reader.dataset.is_directory:
+        return target
+    dataset = reader.path.resolve()
     if target == dataset or dataset in target.parents or target in dataset.parents:
         raise OutputError(f"{options.export_output} is not beside the dataset {reader.path}; give another place")
     return target

@@ -52,7 +52,7 @@ def export_pgvector(reader: DatasetReader, url: str, table: str, *, replace: boo
     except psycopg.OperationalError as error:
         raise StorageError(f"cannot write {place}: {_first_line(error)}") from None
     except psycopg.errors.UniqueViolation:
-        raise OutputError(f"{reader.path} holds an id twice, so it is no key for a table") from None
+        raise OutputError(f"{reader.dataset} holds an id twice, so it is no key for a table") from None
     except (psycopg.Error, ValueError) as error:
         raise OutputError(f"cannot write {place}: {_first_line(error)}") from None
     return place

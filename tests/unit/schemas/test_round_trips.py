@@ -12,13 +12,14 @@ from embedq_schemas.dead_letter import MAX_MESSAGE_CHARS, DeadLetter, Stage, cli
 from embedq_schemas.encoding import EncodingOptions, OnLong, OnSpecialTokens, TruncationSide
 from embedq_schemas.errors import CodecError, DocumentErrorCode, UnsupportedVersionError
 from embedq_schemas.job import COLUMNS, Codec, decode_job, encode_job
-from embedq_schemas.manifest import MANIFEST_NAME, PublishedFile, read_manifest
+from embedq_schemas.manifest import MANIFEST_NAME, PublishedFile, Upload, read_manifest
 from embedq_schemas.names import MAX_METADATA_COLUMNS, RESERVED_COLUMNS, Lane
 from embedq_schemas.run import Durability, ParquetSink, RunCounters, RunSpec, RunState, RunStatus, StreamSink
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
 from embedq_schemas.vector_batch import VectorBatch, make_vector_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET, structs
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 COLUMN_NAME = TEXT.filter(lambda name: name not in RESERVED_COLUMNS)
@@ -196,6 +197,21 @@ def test_a_published_file_reads_back_the_same_and_is_one_line(file: PublishedFil
     assert PublishedFile.decode(file.encode()) == file
 
 
+UPLOADS = st.builds(
+    Upload,
+    id=st.text(min_size=1, max_size=40),
+    parts=st.lists(st.text(max_size=40), min_size=1, max_size=3).map(tuple),
+    etag=st.just(UNSET) | st.text(max_size=40),
+)
+
+
+@given(published_files(), UPLOADS)
+def test_a_commit_record_says_how_an_upload_is_published(file: PublishedFile, upload: Upload) -> None:
+    record = structs.replace(file, upload=upload)
+    assert PublishedFile.decode(record.encode()) == record
+    assert structs.replace(record, upload=UNSET).encode() == file.encode()
+
+
 @settings(deadline=None)
 @given(st.lists(published_files(), min_size=1, max_size=4), st.data())
 def test_a_manifest_folds_repeated_lines_and_ignores_torn_ones(
@@ -218,7 +234,8 @@ def test_a_missing_manifest_is_an_empty_one_and_a_foreign_line_is_an_error(tmp_p
 
 SINKS = st.builds(
     ParquetSink,
-    path=TEXT.filter(lambda t: "\0" not in t and ".." not in t.split("/")).map(lambda t: "/" + t),
+    path=TEXT.filter(lambda t: "\0" not in t and ".." not in t.split("/")).map(lambda t: "/" + t)
+    | st.from_regex(r"\As3://[a-z]{3,9}(/[a-z0-9=.-]{1,5}[a-z])*\Z"),
     file_bytes=st.integers(1 << 16, 1 << 30),
 ) | st.builds(StreamSink, ttl_s=st.integers(1, 1000))
 

@@ -1,35 +1,56 @@
-"""The directory of a Parquet run: its layout, who may write where, and whose it is."""
+"""The dataset of a run: its layout, who may write where, and whose it is."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from embedq_schemas.errors import CodecError, OutputError, StorageError
+from embedq_schemas.errors import CodecError, OutputError, StorageError, UsageError
 from embedq_schemas.quantize import checked_ranges
 from embedq_schemas.run import RunSpec
 from numpy.typing import NDArray
 
-from embedq_worker.sinks.files import create_durably, fsync_directory, storage_errors
+from embedq_worker.sinks import s3
+from embedq_worker.sinks.files import storage_errors
+from embedq_worker.sinks.store import ERRORS_NAME, STAGING_NAME, SUCCESS_NAME, DirectoryStore, Store
 
 RUN_NAME = "_run.json"
-SUCCESS_NAME = "_SUCCESS"
-ERRORS_NAME = "_errors"
-STAGING_NAME = "_staging"
 STATE_NAME = "_state"
 RANGES_NAME = "_ranges.npy"
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset directory this process may write to."""
+    """A dataset this process may write to: a directory, or the prefix of an object store. `str()` says where it is."""
 
-    path: Path
+    place: Path | s3.S3Store
+
+    def __str__(self) -> str:
+        return self.store.location
+
+    @property
+    def store(self) -> Store:
+        """What reads and writes its files."""
+        return DirectoryStore(self.place) if isinstance(self.place, Path) else self.place
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether it lies in a directory of this machine's file systems."""
+        return isinstance(self.place, Path)
+
+    @property
+    def path(self) -> Path:
+        """The directory. Raises UsageError where there is none."""
+        if not isinstance(self.place, Path):
+            raise UsageError(f"{self} is on an object store; this works on a dataset in a directory")
+        return self.place
 
     @property
     def staging(self) -> Path:
@@ -51,14 +72,14 @@ class Dataset:
             StorageError: it cannot be read at the moment.
         """
         try:
-            return RunSpec.decode((self.path / RUN_NAME).read_bytes())
+            return RunSpec.decode(self.store.read(RUN_NAME))
         except FileNotFoundError:
             return None
         except (NotADirectoryError, IsADirectoryError, PermissionError, CodecError) as error:
-            raise OutputError(f"{self.path / RUN_NAME} cannot be read: {error}") from None
+            raise OutputError(f"{self}/{RUN_NAME} cannot be read: {error}") from None
         except OSError as error:
             # The disk or the network: that may pass, and is no reason to give the run up.
-            raise StorageError(f"cannot read {self.path / RUN_NAME}: {error.strerror}") from error
+            raise StorageError(f"cannot read {self}/{RUN_NAME}: {error.strerror}") from error
 
     def prepare(self, spec: RunSpec) -> None:
         """Create the layout and claim the directory for the run.
@@ -71,11 +92,9 @@ class Dataset:
         if owner is None:
             owner = self._claim(spec)
         if owner.run != spec.run:
-            raise OutputError(f"{self.path} holds run {owner.run}; run {spec.run} may not write into it")
-        with storage_errors(f"create the dataset {self.path}"):
-            self.staging.mkdir(exist_ok=True)
-            self.errors.mkdir(exist_ok=True)
-            fsync_directory(self.path.parent)
+            raise OutputError(f"{self} holds run {owner.run}; run {spec.run} may not write into it")
+        with storage_errors(f"create the dataset {self}"):
+            self.store.prepare()
 
     def ranges(self) -> NDArray[np.float32] | None:
         """Ranges of the vectors, float32 [2, dimension]; None before they are found.
@@ -84,9 +103,9 @@ class Dataset:
             OutputError: they do not read back.
             StorageError: they cannot be read at the moment.
         """
-        path = self.path / RANGES_NAME
+        path = f"{self}/{RANGES_NAME}"
         try:
-            return checked_ranges(np.load(path, allow_pickle=False))
+            return checked_ranges(np.load(io.BytesIO(self.store.read(RANGES_NAME)), allow_pickle=False))
         except FileNotFoundError:
             return None
         except (ValueError, EOFError) as error:
@@ -104,63 +123,87 @@ class Dataset:
             return found
         data = io.BytesIO()
         np.save(data, proposed)
-        with storage_errors(f"write {self.path / RANGES_NAME}"), suppress(FileExistsError):
-            create_durably(self.path / RANGES_NAME, data.getvalue())
+        with storage_errors(f"write {self}/{RANGES_NAME}"), suppress(FileExistsError):
+            self.store.create(RANGES_NAME, data.getvalue())
         if (found := self.ranges()) is None:
-            raise StorageError(f"{self.path / RANGES_NAME} was written and is not there")
+            raise StorageError(f"{self}/{RANGES_NAME} was written and is not there")
         return found
+
+    def withdraw(self, tokens: Collection[str]) -> None:
+        """Take files out of the manifest, then remove them; a repeated call goes on where one ended.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        if tokens:
+            with storage_errors(f"withdraw files from {self}"):
+                self.store.withdraw(tokens)
 
     def _claim(self, spec: RunSpec) -> RunSpec:
         """The run that got the directory, of all that try at this moment."""
-        with storage_errors(f"create the dataset {self.path}"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                create_durably(self.path / RUN_NAME, spec.encode() + b"\n")
+        with storage_errors(f"create the dataset {self}"), suppress(FileExistsError):
+            self.store.create(RUN_NAME, spec.encode() + b"\n")
         return self.run_spec() or spec
 
 
-def open_dataset(path: str, roots: Sequence[Path]) -> Dataset:
+def is_url(location: str | Path) -> bool:
+    """Whether a place is named by a URL, so that it is no path."""
+    return _URL.match(os.fspath(location)) is not None
+
+
+def dataset_at(location: str | Path) -> Dataset:
+    """The dataset in the directory or below the object store prefix that a person names.
+
+    Raises:
+        UsageError: no dataset is written to such a place, or what reaches it is not installed.
+    """
+    text = os.fspath(location)
+    if not is_url(text):
+        return Dataset(Path(text))
+    scheme = text.partition("://")[0]
+    if scheme != "s3":
+        raise UsageError(
+            f"datasets are not written to {scheme}://; give a directory, or s3://bucket/prefix "
+            "(with AWS_ENDPOINT_URL, of any store that speaks S3)"
+        )
+    return Dataset(s3.store_at(text))
+
+
+def open_dataset(path: str, roots: Sequence[str | Path]) -> Dataset:
     """The dataset at `path`, if it lies below one of `roots` once links are followed.
 
     Whoever can push a job names the path; the roots are the operator's word on where a worker may write.
 
+    Args:
+        path: of a directory, or `s3://bucket/prefix`.
+        roots: directories and object store prefixes.
+
     Raises:
         OutputError: it does not.
+        UsageError: what reaches the object store is not installed.
     """
-    try:
-        real = Path(os.path.realpath(path))
-    except ValueError:
-        raise OutputError(f"{path!r} is not a path") from None
-    if not any(real == root or root in real.parents for root in map(_real, roots)):
-        allowed = ", ".join(map(str, roots))
-        raise OutputError(f"{path} is outside the output roots of this worker ({allowed}); see --output-root")
-    return Dataset(real)
-
-
-def _real(root: Path) -> Path:
-    return Path(os.path.realpath(root))
+    places = [os.fspath(root) for root in roots]
+    if is_url(path):
+        if any(is_url(root) and f"{path}/".startswith(root.rstrip("/") + "/") for root in places):
+            return dataset_at(path)
+    else:
+        try:
+            real = Path(os.path.realpath(path))
+        except ValueError:
+            raise OutputError(f"{path!r} is not a path") from None
+        allowed = [Path(os.path.realpath(root)) for root in places if not is_url(root)]
+        if any(real == root or root in real.parents for root in allowed):
+            return Dataset(real)
+    raise OutputError(f"{path} is outside the output roots of this worker ({', '.join(places)}); see --output-root")
 
 
 def require_free(dataset: Dataset) -> None:
-    """Raise OutputError unless a new run may use the directory: it is missing, or empty."""
-    try:
-        names = os.listdir(dataset.path)
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
-        raise OutputError(f"{dataset.path} is a file; give a directory") from None
-    except OSError as error:
-        raise OutputError(f"{dataset.path} cannot be read: {error.strerror}") from None
-    if names:
-        raise OutputError(f"{dataset.path} is not empty and holds no run; give another directory, or empty it")
+    """Raise OutputError unless a new run may use the place: it is missing, or empty."""
+    if not dataset.store.is_empty():
+        kind = "directory" if dataset.is_directory else "prefix"
+        raise OutputError(f"{dataset} is not empty and holds no run; give another {kind}, or empty it")
 
 
 def require_writable(dataset: Dataset) -> None:
-    """Raise StorageError now rather than after the first hour: create the directory and write a file in it."""
-    probe = dataset.path / f".probe-{os.getpid()}"
-    with storage_errors(f"write into {dataset.path}"):
-        dataset.path.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(b"embedq")
-        finally:
-            probe.unlink(missing_ok=True)
+    """Raise StorageError or OutputError now rather than after the first hour: write, and remove what was written."""
+    dataset.store.probe()

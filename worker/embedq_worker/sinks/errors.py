@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Iterator
+from fnmatch import fnmatch
 
 import redis
 from embedq_broker import scripts
@@ -17,7 +18,8 @@ from embedq_broker.registry import Registry
 from embedq_schemas.dead_letter import DeadLetter
 
 from embedq_worker.sinks.dataset import Dataset
-from embedq_worker.sinks.files import storage_errors, write_durably
+from embedq_worker.sinks.files import storage_errors
+from embedq_worker.sinks.store import ERRORS_NAME
 
 PART_ROWS = 10_000
 
@@ -38,10 +40,9 @@ def drain(client: redis.Redis, registry: Registry, keys: Keys, dataset: Dataset,
     first, _, last = span.partition("/")
     page = [(i, letter) for i, letter in registry.dead_letters(run, count=PART_ROWS) if _order(i) <= _order(last)]
     if page and page[0][0] == first:
-        with storage_errors(f"write errors of run {run} into {dataset.errors}"):
-            dataset.errors.mkdir(parents=True, exist_ok=True)
+        with storage_errors(f"write errors of run {run} into {dataset}/{ERRORS_NAME}"):
             rows = b"".join(letter.encode() + b"\n" for _, letter in page)
-            write_durably(dataset.errors / f"part-{first}-{last}.jsonl", rows)
+            dataset.store.replace(f"{ERRORS_NAME}/part-{first}-{last}.jsonl", rows)
     fault_point("drain.written")
     ids = [entry_id for entry_id, _ in page]
     dead = keys.dead(run)
@@ -53,12 +54,15 @@ def drain(client: redis.Redis, registry: Registry, keys: Keys, dataset: Dataset,
 
 def read_errors(dataset: Dataset) -> Iterator[DeadLetter]:
     """Dead letters already in the dataset."""
-    if not dataset.errors.is_dir():
-        return
-    for part in sorted(dataset.errors.glob("part-*.jsonl")):
-        with part.open("rb") as lines:
+    for part in _parts(dataset):
+        with dataset.store.lines(part) as lines:
             for line in lines:
                 yield DeadLetter.decode(line)
+
+
+def _parts(dataset: Dataset) -> list[str]:
+    names = sorted(dataset.store.sizes(ERRORS_NAME))
+    return [f"{ERRORS_NAME}/{name}" for name in names if fnmatch(name, "part-*.jsonl")]
 
 
 def keep_errors(dataset: Dataset, ordinals: Collection[int]) -> None:
@@ -71,13 +75,12 @@ def keep_errors(dataset: Dataset, ordinals: Collection[int]) -> None:
     kept = {letter.ordinal: letter for letter in letters if letter.ordinal in ordinals}
     if len(kept) == len(letters):
         return
-    old = list(dataset.errors.glob("part-*.jsonl"))
-    with storage_errors(f"write errors into {dataset.errors}"):
+    old = _parts(dataset)
+    with storage_errors(f"write errors into {dataset}/{ERRORS_NAME}"):
         if kept:
             rows = b"".join(letter.encode() + b"\n" for letter in kept.values())
-            write_durably(dataset.errors / f"part-{uuid.uuid4().hex}.jsonl", rows)
-        for part in old:
-            part.unlink(missing_ok=True)
+            dataset.store.replace(f"{ERRORS_NAME}/part-{uuid.uuid4().hex}.jsonl", rows)
+        dataset.store.delete(old)
 
 
 def keep_one_error_each(dataset: Dataset, failed: int) -> None:

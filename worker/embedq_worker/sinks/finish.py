@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 import redis
@@ -16,14 +17,14 @@ from embedq_broker.keys import Keys
 from embedq_broker.liveness import exclusive
 from embedq_broker.registry import Registry
 from embedq_schemas.errors import CodecError, EmbedqError, RunNotFoundError
-from embedq_schemas.manifest import PublishedFile, read_manifest
+from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.run import RunState, RunStatus
 
 from embedq_worker.sinks.dataset import Dataset, open_dataset
 from embedq_worker.sinks.errors import drain, keep_one_error_each
-from embedq_worker.sinks.files import storage_errors, write_durably
-from embedq_worker.sinks.publish import CommittedFileError, publish
-from embedq_worker.sinks.repair import withdraw
+from embedq_worker.sinks.files import storage_errors
+from embedq_worker.sinks.publish import publish
+from embedq_worker.sinks.store import SUCCESS_NAME, CommittedFileError
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _LOCK_MS = 3_000
 """A process killed while it finishes a run delays the next one by this much."""
 
 
-def finish_run(client: redis.Redis, keys: Keys, run: str, roots: Sequence[Path]) -> bool:
+def finish_run(client: redis.Redis, keys: Keys, run: str, roots: Sequence[str | Path]) -> bool:
     """Bring a run on towards its end, as far as it can go now. Returns whether it is over.
 
     Raises:
@@ -66,34 +67,32 @@ def finish_run(client: redis.Redis, keys: Keys, run: str, roots: Sequence[Path])
 
 def _complete(client: redis.Redis, keys: Keys, registry: Registry, dataset: Dataset, state: RunState) -> bool:
     run, counters = state.spec.run, state.counters
-    files = [file for file in read_manifest(dataset.path).values() if file.run == run]
+    files = [file for file in dataset.store.files().values() if file.run == run]
     rows = sum(file.rows for file in files)
     if rows > counters.succeeded:
         files = _withdraw_strangers(client, keys, dataset, files, counters.succeeded)
         rows = sum(file.rows for file in files)
-    missing = [file.name for file in files if not (dataset.path / file.name).exists()]
+    present = dataset.store.sizes()
+    missing = [file.name for file in files if file.name not in present]
     if rows != counters.succeeded or missing:
         error = (
-            f"{dataset.path} lost files: {', '.join(missing[:3])} of its manifest do not exist"
+            f"{dataset} lost files: {', '.join(missing[:3])} of its manifest do not exist"
             if missing
-            else f"{dataset.path} holds {rows} rows, {counters.succeeded} were committed"
+            else f"{dataset} holds {rows} rows, {counters.succeeded} were committed"
         )
         log.error("run %s failed: %s", run, error)
         registry.transition(run, RunStatus.FAILED, [state.status], error=error)
         return True
     fault_point("finish.begun")
     done = RunStatus.CANCELLED if state.status is RunStatus.CANCELLING else RunStatus.COMPLETED
-    with storage_errors(f"finish {dataset.path}"):
-        dataset.path.mkdir(parents=True, exist_ok=True)
+    with storage_errors(f"finish {dataset}"):
         dataset.prepare(state.spec)
         # A server that lost the end of its history may have had letters written down twice.
         keep_one_error_each(dataset, counters.failed)
-        for part in dataset.path.glob("part-*.parquet"):
-            if part.stem.removeprefix("part-") not in {file.token for file in files}:
-                part.unlink(missing_ok=True)
-        for leftover in dataset.staging.glob("*.tmp"):
-            # Every commit of this run is published: what is staged here was never committed.
-            leftover.unlink(missing_ok=True)
+        listed = {file.name for file in files}
+        dataset.store.delete(name for name in present if fnmatch(name, "part-*.parquet") and name not in listed)
+        # Every commit of this run is published: what is staged here was never committed.
+        dataset.store.discard_staged()
         if done is RunStatus.COMPLETED:
             summary = {
                 "run": run,
@@ -106,7 +105,7 @@ def _complete(client: redis.Redis, keys: Keys, registry: Registry, dataset: Data
                 "files": len(files),
                 "finished_at": time.time(),
             }
-            write_durably(dataset.success, json.dumps(summary).encode() + b"\n")
+            dataset.store.replace(SUCCESS_NAME, json.dumps(summary).encode() + b"\n")
     fault_point("finish.marked")
     registry.transition(run, done, [state.status])
     fault_point("finish.done")
@@ -126,8 +125,8 @@ def _withdraw_strangers(
     kept = [file for file in files if file not in strangers]
     if not strangers or sum(file.rows for file in kept) != succeeded:
         return files
-    log.warning("%d files of %s belong to commits the server lost; they are withdrawn", len(strangers), dataset.path)
-    withdraw(dataset, {file.token for file in strangers})
+    log.warning("%d files of %s belong to commits the server lost; they are withdrawn", len(strangers), dataset)
+    dataset.withdraw({file.token for file in strangers})
     return kept
 
 
@@ -160,7 +159,7 @@ def _fail_stranded(registry: Registry) -> None:
             _fail(registry, state.spec.run, stranded(missing))
 
 
-def sweep_runs(client: redis.Redis, keys: Keys, roots: Sequence[Path], *, older_than_ms: int) -> None:
+def sweep_runs(client: redis.Redis, keys: Keys, roots: Sequence[str | Path], *, older_than_ms: int) -> None:
     """Housekeeping of all runs of the queue: publish what dead workers left, finish what is settled."""
     registry = Registry(client, keys)
     registry.forget_expired()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from embedq_broker.faults import fault_point
-from embedq_schemas.errors import StorageError
 from embedq_schemas.manifest import PublishedFile
 from embedq_schemas.quantize import VectorType
 from embedq_schemas.vector_batch import VectorBatch
 from numpy.typing import NDArray
 
 from embedq_worker.sinks.dataset import Dataset
-from embedq_worker.sinks.files import fsync_directory, fsync_file, storage_errors
+from embedq_worker.sinks.verify import verify
 
 ROW_GROUP_BYTES = 64 << 20
 """Uncompressed bytes of vectors per row group: large enough to scan fast, small enough to hold."""
@@ -24,9 +22,16 @@ _LEAST_ROW_BYTES = 256
 
 
 def stage(
-    dataset: Dataset, token: str, run: str, batches: Sequence[VectorBatch], metadata: Mapping[str, str], tokens: int
+    dataset: Dataset,
+    token: str,
+    run: str,
+    batches: Sequence[VectorBatch],
+    metadata: Mapping[str, str],
+    tokens: int,
+    *,
+    moved: Callable[[], None] = lambda: None,
 ) -> PublishedFile:
-    """Write `batches` to `_staging/<token>.tmp`, make it durable, read its footer back.
+    """Write `batches` to a file that its store holds durably and nobody sees; read its footer back.
 
     Args:
         dataset: a prepared dataset.
@@ -35,35 +40,29 @@ def stage(
         batches: at least one row in all, with equal schemas; vectors of one type.
         metadata: stored in the file: model, fingerprint, pooling, ...
         tokens: token count of the rows, after truncation.
+        moved: called again and again while the file is sent to an object store.
 
     Raises:
         StorageError: the disk refused, or the file does not read back as written.
+        OutputError: the object store refuses for good.
     """
     table = pa.Table.from_batches([batch.table for batch in batches])
     table = table.replace_schema_metadata(dict(metadata))
-    path = dataset.path / f"_staging/{token}.tmp"
     weight = row_weight(batches[0].vector_type, batches[0].dimension)
-    with storage_errors(f"write {path}"):
-        try:
-            with pq.ParquetWriter(path, table.schema, **_writer_options(table.schema)) as writer:
-                writer.write_table(table, row_group_size=max(1, ROW_GROUP_BYTES // weight))
-            fault_point("stage.written")
-            fsync_file(path)
-            fsync_directory(path.parent)
-            fault_point("stage.fsynced")
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        size = path.stat().st_size
-    verify(path, table.num_rows)
-    fault_point("stage.verified")
+
+    def write(path: Path) -> None:
+        with pq.ParquetWriter(path, table.schema, **_writer_options(table.schema)) as writer:
+            writer.write_table(table, row_group_size=max(1, ROW_GROUP_BYTES // weight))
+
+    staged = dataset.store.stage(token, write, lambda path: verify(path, table.num_rows), moved)
     return PublishedFile(
         token=token,
         run=run,
         rows=table.num_rows,
-        size_bytes=size,
+        size_bytes=staged.size_bytes,
         tokens=tokens,
         ordinals=ranges(table.column("ordinal").to_numpy()),
+        upload=staged.upload,
     )
 
 
@@ -75,27 +74,6 @@ def row_weight(kind: VectorType, dimension: int) -> int:
     """
     own = kind.row_bytes(dimension)
     return own if kind.floating else max(_LEAST_ROW_BYTES, own)
-
-
-def verify(path: Path, rows: int) -> None:
-    """Read the footer of the file at `path`; raises StorageError unless it is Parquet with `rows` rows."""
-    try:
-        found = pq.read_metadata(path).num_rows
-    except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"{path} does not read back: {str(error)[:200]}") from None
-    if found != rows:
-        raise StorageError(f"{path} reads back with {found} rows, {rows} were written")
-
-
-def verify_content(path: Path, rows: int) -> None:
-    """Read the whole file, with its page checksums; raises StorageError unless everything is as it was written."""
-    verify(path, rows)
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for group in range(file.num_row_groups):
-                file.read_row_group(group)
-    except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"{path} is damaged: {str(error)[:200]}") from None
 
 
 def ranges(ordinals: NDArray[np.int64]) -> tuple[int, ...]:
