@@ -224,6 +224,11 @@ def main() -> None:
     parser.add_argument(
         "--vllm-python", type=Path, help="interpreter of an environment with vLLM; without it no part 2"
     )
+    parser.add_argument(
+        "--vllm-all-cores",
+        action="store_true",
+        help="let all cores compute; by default its server keeps one for itself",
+    )
     parser.add_argument("--long-texts", type=int, default=400, help="texts of part 2")
     options = parser.parse_args()
     # The programs it starts end with it, however it ends.
@@ -257,18 +262,22 @@ def measure(options: argparse.Namespace, scratch: Path) -> None:
                 return
             tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
             pieces = long_texts(iter(documents), tokenizer, options.long_texts)
-            with vllm(options.vllm_python, model, rival_port, scratch / "vllm.log") as rival:
+            with vllm(
+                options.vllm_python, model, rival_port, scratch / "vllm.log", all_cores=options.vllm_all_cores
+            ) as rival:
                 wait_ready(rival_port, "/health", rival, scratch / "vllm.log")
                 against_vllm(port, rival_port, model.name, pieces, options)
 
 
-def vllm(python: Path, model: Path, port: int, log: Path) -> Any:
+def vllm(python: Path, model: Path, port: int, log: Path, *, all_cores: bool) -> Any:
     command: tuple[object, ...] = (python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port)
     command += ("--served-model-name", model.name, "--runner", "pooling", "--dtype", "bfloat16")
     command += ("--max-model-len", 2048, "--max-num-batched-tokens", 2048, "--no-enable-prefix-caching")
-    # All cores compute, as ours do; by default its server keeps one for itself. Idle while the other side is measured.
-    settings = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_SLEEP_WHEN_IDLE": "1"}
-    return program(log, command, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING", **settings)
+    # Idle while the other side is measured.
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_SLEEP_WHEN_IDLE": "1"}
+    if all_cores:
+        settings["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    return program(log, command, **settings)
 
 
 if __name__ == "__main__":

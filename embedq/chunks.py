@@ -18,6 +18,6 @@ def cut_long_texts(options: ReadOptions, encoding: EncodingOptions, checkpoint: 
         from embedq_worker.tokenization import TextTokenizer
         from embedq_worker.tokenization.chunking import Chunker
     except ImportError:
-        raise UsageError("--on-long chunk needs a tokenizer; `pip install 'embedq[worker]'` adds it") from None
+        raise UsageError("--on-long chunk needs a tokenizer; `pip install 'embedq[tokenizer]'` adds it") from None
     tokenizer = TextTokenizer.load(checkpoint.tokenizer_file, max_length=checkpoint.max_length)
     return replace(options, splitter=Chunker(tokenizer, encoding))

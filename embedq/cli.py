@@ -252,6 +252,7 @@ def _print_errors(letters: Iterable[DeadLetter], options: ErrorsOptions) -> None
             print(letter.encode().decode())
         else:
             where = f"line {letter.line}" if letter.line else f"document {letter.ordinal}"
+            where = f"{where}, chunk {letter.chunk}" if letter.chunk is not None else where
             where = f"{letter.file}, {where}" if letter.file else where
             parts = (where, letter.id or "-", letter.stage, letter.code, letter.message)
             print(*map(printable, parts), sep="\t")

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from embedq_broker.liveness import Heartbeat
+from embedq_schemas.encoding import OnLong
 from embedq_schemas.run import RunState
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -103,11 +104,12 @@ def summary(state: RunState, seconds: float | None = None, tokens_before: int = 
     `seconds` is how long this command worked, where it did; `tokens_before` what an earlier one had done by then.
     """
     c = state.counters
+    what = "chunks" if state.spec.encoding.on_long is OnLong.CHUNK else "documents"
     took = f" in {_duration(seconds)}" if seconds is not None and not tokens_before else ""
     computed = c.tokens - tokens_before
     rate = f", {computed / seconds:,.0f} tokens/s" if seconds and computed > 0 else ""
     return (
-        f"{state.status}: {c.succeeded:,} vectors of {c.input:,} documents, {c.failed:,} failed, "
+        f"{state.status}: {c.succeeded:,} vectors of {c.input:,} {what}, {c.failed:,} failed, "
         f"{c.skipped:,} skipped, {c.tokens:,} tokens{took}{rate}"
     )
 

@@ -64,14 +64,15 @@ class EncodingFlags(Options):
     )
     on_long: OnLong = Field(
         OnLong.TRUNCATE,
-        description="A text above the maximum: truncate, make it an error row, or cut it into chunks, each a document "
-        "with its place in the text.",
+        description="A text above the maximum: truncate, or error makes it an error row. chunk cuts a text above "
+        "--chunk-tokens into several documents, each with its place in the text.",
     )
     chunk_tokens: int | None = Field(
         None,
         ge=2,
         le=1 << 20,
-        description="With --on-long chunk: tokens of a chunk at most, special ones included. Unset: the maximum.",
+        description="With --on-long chunk: tokens of a chunk at most, prompt and special ones included. Unset: the "
+        "maximum.",
     )
     chunk_overlap: int | None = Field(
         None,

@@ -57,7 +57,7 @@ def produce_corpus(
         registry = Registry(client, keys)
         facts = model_facts(client, keys)
         encoding = options.encoding(json.loads(facts.get("prompts", "{}")))
-        read_options = _read_options(corpus, encoding, options)
+        read_options = _read_options(corpus, encoding, options, facts)
         wanted = _request(identity, read_options, options, encoding, int(facts.get("dimension", 0)))
         _check_dataset(wanted)
         spec = registry.create(wanted)
@@ -142,13 +142,19 @@ def _check_dataset(wanted: RunSpec) -> None:
             raise OutputError(f"{wanted.sink.path} holds run {owner.run}; give another directory")
 
 
-def _read_options(corpus: Corpus, encoding: EncodingOptions, options: ProduceOptions) -> ReadOptions:
+def _read_options(
+    corpus: Corpus, encoding: EncodingOptions, options: ProduceOptions, facts: dict[str, str]
+) -> ReadOptions:
     read_options = options.read_options(corpus)
     if encoding.on_long is not OnLong.CHUNK:
         return read_options
     if not options.model:
         raise UsageError("--on-long chunk needs --model: the checkpoint whose tokenizer says where a text is too long")
     checkpoint = load_checkpoint(options.model, revision=options.revision)
+    # Where no worker has described its model yet, a chunk that does not fit it becomes an error row.
+    sizes = {"max_length": checkpoint.max_length, "vocab_size": checkpoint.vocab_size}
+    if facts and any(int(facts.get(name, size)) != size for name, size in sizes.items()):
+        raise UsageError(f"--model {options.model} is not what queue {options.queue} serves: {facts.get('model_id')}")
     check_encoding(checkpoint, encoding)
     return cut_long_texts(read_options, encoding, checkpoint)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from embedq_schemas.encoding import EncodingOptions, OnLong
 from embedq_schemas.errors import InputError, ModelMismatchError, UsageError
 
 from embedq.dataset.extras import extra
@@ -81,6 +82,7 @@ def _print_inspection(found: DatasetInspection) -> None:
             "computed in": facts.dtype,
             "prompt": repr(facts.prompt) if facts.prompt else "none",
             "max length": str(spec.encoding.max_length or "the model's"),
+            "chunks": _chunks(spec.encoding),
         },
     )
     _print_section(
@@ -105,6 +107,14 @@ def _print_inspection(found: DatasetInspection) -> None:
     for first, last, documents in tokens.histogram:
         bar = "#" * max(1, round(_BAR_COLUMNS * documents / most))
         print(f"  {f'{first:,} to {last:,}':24} {documents:>12,} {bar}")
+
+
+def _chunks(encoding: EncodingOptions) -> str:
+    """Empty where texts are whole."""
+    if encoding.on_long is not OnLong.CHUNK:
+        return ""
+    overlap = "an eighth" if encoding.chunk_overlap is None else f"{encoding.chunk_overlap} tokens"
+    return f"each row is one, of at most {encoding.chunk_tokens or 'max length'} tokens; {overlap} repeated"
 
 
 def _print_section(title: str, facts: dict[str, str]) -> None:
@@ -201,6 +211,8 @@ def export(dataset: Place, options: ExportOptions) -> int:
         from embedq.dataset.pooling import pooled
 
         reader = pooled(reader)
+        if reader.left_out:
+            print(f"left out, for some of their chunks have no vector: {reader.left_out:,} documents", file=sys.stderr)
     place = export_dataset(reader, options)
     print(f"{reader.rows:,} vectors of {reader.dimensions} dimensions: {place}")
     return 0

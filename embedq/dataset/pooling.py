@@ -11,14 +11,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from embedq_schemas.chunks import CHUNK_COLUMNS
 from embedq_schemas.errors import UsageError
+from embedq_schemas.quantize import VectorType
 from embedq_schemas.vector_batch import vector_field
 from numpy.typing import NDArray
 
 from embedq.dataset.reader import DatasetReader, Order
 
-_OF_CHUNKS = {*CHUNK_COLUMNS, "text", "text_sha256"}
+_OF_ONE_CHUNK = {*CHUNK_COLUMNS, "text", "text_sha256"} - {"chunk_count"}
 _STORED_AS = (b"embedq.vector_type", b"embedq.ranges")
-_PLACES = ["id", "chunk_index"]
+_LIGHT = ("id", "chunk_index", "chunk_count", "n_tokens", "truncated")
 
 
 def pooled(reader: DatasetReader) -> PooledReader:
@@ -31,51 +32,67 @@ def pooled(reader: DatasetReader) -> PooledReader:
 @dataclass(frozen=True)
 class PooledReader(DatasetReader):
     """Documents in input order. `ordinal` and metadata are those of a document's first chunk, `n_tokens` is the sum
-    over its chunks, what they repeat included, and `chunks` is how many they are.
+    over its chunks, with what they repeat and their special tokens.
 
-    Vectors are float32, and unit vectors where those of the chunks are. A document some of whose chunks failed has the
-    mean of the others.
+    Vectors are float32, and unit vectors where those of the chunks are. A document is left out while some of its chunks
+    have no vector.
     """
 
     of: DatasetReader
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """`id, ordinal, vector, n_tokens, truncated`, metadata, `chunks`."""
+        """`id, ordinal, vector, n_tokens, truncated`, metadata, `chunk_count`."""
         own = self.of.schema
-        kept = [field for field in own if field.name not in _OF_CHUNKS]
-        kept[own.get_field_index("vector")] = vector_field(self.of.dimensions, self.of.vector_type.FLOAT32)
+        kept = [field for field in own if field.name not in _OF_ONE_CHUNK]
+        kept[own.get_field_index("vector")] = vector_field(self.of.dimensions, VectorType.FLOAT32)
         metadata = {name: value for name, value in (own.metadata or {}).items() if name not in _STORED_AS}
-        return pa.schema([*kept, pa.field("chunks", pa.int32())], metadata)
+        return pa.schema(kept, metadata)
 
     @property
     def chunked(self) -> bool:
         return False
 
-    @cached_property
+    @property
     def rows(self) -> int:
-        """Documents, found by reading the ids of all chunks."""
-        beginnings = _Beginnings()
-        batches = self.of.batches(_PLACES, order="input", batch_rows=1 << 16)
-        return sum(len(beginnings.rows(batch)) for batch in batches)
+        """Documents that have a vector."""
+        return self._counts[0]
+
+    @property
+    def left_out(self) -> int:
+        """Documents some of whose chunks have none."""
+        return self._counts[1]
+
+    @cached_property
+    def _counts(self) -> tuple[int, int]:
+        whole = others = 0
+        for sums in self._documents(_LIGHT, 1 << 16):
+            found = int(sums.whole.sum())
+            whole, others = whole + found, others + len(sums.whole) - found
+        return whole, others
 
     def batches(
         self, columns: Sequence[str] | None = None, *, order: Order = "input", batch_rows: int | None = None
     ) -> Iterator[pa.RecordBatch]:
         """As `DatasetReader.batches` does, always in input order."""
         names = self.select(columns).names
+        for sums in self._documents(None, batch_rows):
+            if sums.whole.any():
+                yield self._rows(sums).filter(pa.array(sums.whole)).select(names)
+
+    def _documents(self, columns: Sequence[str] | None, batch_rows: int | None) -> Iterator[_Sums]:
         beginnings, last = _Beginnings(), None
-        for batch in self.of.batches(order="input", batch_rows=batch_rows):
+        for batch in self.of.batches(columns, order="input", batch_rows=batch_rows):
             begin = beginnings.rows(batch)
             found = _sums(self.of, batch, begin)
             if last is not None:
                 found = last.followed_by(found, as_one=not len(begin) or begin[0] > 0)
             # More chunks of the last document may follow.
             if len(found.tokens) > 1:
-                yield self._rows(found.part(slice(0, -1))).select(names)
+                yield found.part(slice(0, -1))
             last = found.part(slice(-1, None))
         if last is not None:
-            yield self._rows(last).select(names)
+            yield last
 
     def _rows(self, sums: _Sums) -> pa.RecordBatch:
         means = sums.vectors / np.maximum(sums.tokens, 1)[:, None]
@@ -86,7 +103,6 @@ class PooledReader(DatasetReader):
             "vector": pa.FixedSizeListArray.from_arrays(values, type=self.schema.field("vector").type),
             "n_tokens": pa.array(sums.tokens.astype(np.int32)),
             "truncated": pa.array(sums.truncated),
-            "chunks": pa.array(sums.chunks.astype(np.int32)),
         }
         arrays = [made[name] if name in made else sums.documents.column(name) for name in self.schema.names]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
@@ -101,6 +117,11 @@ class _Sums:
     tokens: NDArray[np.int64]  # [k]
     chunks: NDArray[np.int64]  # [k]
     truncated: NDArray[np.bool_]  # [k]
+
+    @property
+    def whole(self) -> NDArray[np.bool_]:
+        """bool [k]: whose chunks are all there."""
+        return np.asarray(self.chunks == self.documents.column("chunk_count").to_numpy())
 
     def part(self, rows: slice) -> _Sums:
         first, last, _ = rows.indices(len(self.tokens))
@@ -130,10 +151,11 @@ def _sums(reader: DatasetReader, batch: pa.RecordBatch, begin: NDArray[np.int64]
     """Over stretches of rows; what lies before the first of `begin` is a document begun earlier."""
     begin = begin if len(begin) and begin[0] == 0 else np.concatenate(([0], begin))
     tokens = batch.column("n_tokens").to_numpy().astype(np.int64)
-    vectors = reader.as_float32(batch) * tokens[:, None].astype(np.float64)
+    light = "vector" not in batch.schema.names
+    vectors = np.empty((len(tokens), 0)) if light else reader.as_float32(batch) * tokens[:, None].astype(np.float64)
     truncated = batch.column("truncated").to_numpy(zero_copy_only=False)
     return _Sums(
-        batch.drop_columns(["vector"]).take(pa.array(begin)),
+        batch.select([name for name in batch.schema.names if name != "vector"]).take(pa.array(begin)),
         np.add.reduceat(vectors, begin, axis=0),
         np.add.reduceat(tokens, begin),
         np.diff(np.append(begin, batch.num_rows)),

@@ -86,7 +86,8 @@ class _Rows:
                 others += pc.binary_length(column).fill_null(0).to_numpy().astype(np.int64)
             else:
                 others += -(-column.nbytes // max(1, len(column)))
-        return texts + others[self.chunks.owners]
+        sizes: NDArray[np.int64] = texts + others[self.chunks.owners]
+        return sizes
 
     def documents(self, first: int, end: int) -> pa.RecordBatch:
         """Rows `first` to `end`: their document's columns, their own text and ordinal, and `CHUNK_COLUMNS`."""

@@ -39,3 +39,12 @@ class Chunks:
         """Those of `CHUNK_COLUMNS`."""
         counts = np.bincount(self.owners)[self.owners].astype(np.int32)
         return [pa.array(self.index), pa.array(counts), pa.array(self.char_start), pa.array(self.char_end)]
+
+
+def chunk_at(documents: pa.RecordBatch, row: int) -> int | None:
+    """Which chunk of its document a row is; None where no texts were cut."""
+    at = documents.schema.get_field_index("chunk_index")
+    if at < 0 or documents.schema.field(at).type != CHUNK_COLUMNS["chunk_index"]:
+        return None
+    index: int | None = documents.column(at)[row].as_py()
+    return index

@@ -31,6 +31,8 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     line: int | None = None
     #: File of the input, where it has several.
     file: str | None = None
+    #: Which chunk of the document, from 0, where its text was cut.
+    chunk: int | None = None
 
     def encode(self) -> bytes:
         """One JSON object without a newline."""

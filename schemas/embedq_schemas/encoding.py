@@ -74,11 +74,15 @@ class EncodingOptions(BaseModel):
     def _chunks_fit(self) -> Self:
         sizes = [size for size in (self.chunk_tokens, self.chunk_overlap) if size is not None]
         if sizes and self.on_long is not OnLong.CHUNK:
-            raise ValueError("the size and the overlap of chunks are given, and long texts are not cut into chunks")
+            raise ValueError(
+                "chunk_tokens and chunk_overlap are given, but long texts are not cut: on_long is not chunk"
+            )
         if self.chunk_tokens and self.max_length and self.chunk_tokens > self.max_length:
             raise ValueError(f"chunks of {self.chunk_tokens} tokens do not fit the maximum of {self.max_length}")
         if self.chunk_tokens and 2 * (self.chunk_overlap or 0) > self.chunk_tokens:
-            raise ValueError(f"an overlap of {self.chunk_overlap} is above half of the {self.chunk_tokens} of a chunk")
+            raise ValueError(
+                f"chunk_overlap {self.chunk_overlap} is above half of the {self.chunk_tokens} tokens of a chunk"
+            )
         return self
 
     @model_validator(mode="after")

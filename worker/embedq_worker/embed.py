@@ -11,6 +11,7 @@ import numpy as np
 from embedq_broker import metrics
 from embedq_broker.consume import Entry, Share
 from embedq_broker.faults import fault_point
+from embedq_schemas.chunks import chunk_at
 from embedq_schemas.dead_letter import DeadLetter, Stage, clip
 from embedq_schemas.encoding import EncodingOptions
 from embedq_schemas.errors import DocumentErrorCode, EngineError
@@ -148,6 +149,7 @@ def dead_letter(batch: TokenBatch, row: int, code: DocumentErrorCode, message: s
     return DeadLetter(
         id=batch.table.column("id")[row].as_py(),
         ordinal=batch.table.column("ordinal")[row].as_py(),
+        chunk=chunk_at(batch.table, row),
         stage=Stage.EMBED,
         code=code,
         message=clip(message),

@@ -14,6 +14,7 @@ from embedq_broker.commit import Commit, CommitOutcome, Committed
 from embedq_broker.consume import Consumer, Entry, Share, is_fatal
 from embedq_broker.faults import fault_point
 from embedq_broker.settings import BrokerSettings
+from embedq_schemas.chunks import chunk_at
 from embedq_schemas.dead_letter import DeadLetter, clip
 from embedq_schemas.dead_letter import Stage as FailedStage
 from embedq_schemas.encoding import EncodingOptions, OnLong
@@ -261,6 +262,7 @@ class TokenizerStage:
             letter = DeadLetter(
                 id=group.documents.column("id")[row].as_py(),
                 ordinal=group.documents.column("ordinal")[row].as_py(),
+                chunk=chunk_at(group.documents, row),
                 stage=FailedStage.TOKENIZE,
                 code=code,
                 message=clip(message),
@@ -279,6 +281,7 @@ def _isolate(commit: Commit, entry: Entry, run: str, documents: pa.RecordBatch, 
     letter = DeadLetter(
         id=documents.column("id")[0].as_py(),
         ordinal=documents.column("ordinal")[0].as_py(),
+        chunk=chunk_at(documents, 0),
         stage=FailedStage.TOKENIZE,
         code=DocumentErrorCode.MAX_DELIVERIES,
         message=f"given up after {deliveries} deliveries: the tokenizer process ended on this document each time",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from commands import documents, embedq, in_process, write_corpus
+from embedq_schemas.dead_letter import DeadLetter, Stage
+from embedq_schemas.errors import DocumentErrorCode
 from embedq_worker.tokenization import TextTokenizer
 
 from embedq.dataset import open_dataset, pooled
@@ -63,12 +67,13 @@ def test_a_chunks_vector_is_that_of_its_slice_as_a_document(made: Made, model: P
     counts = dict.fromkeys(texts, 0)
     for row in found:
         assert row["text"] == texts[row["id"]][row["char_start"] : row["char_end"]]
-        assert row["chunk_index"] == counts[row["id"]]
+        assert row["chunk_index"] == counts[row["id"]] < row["chunk_count"]
         assert row["char_start"] <= reached[row["id"]] < row["char_end"]
         assert row["n_tokens"] <= 40
         assert not row["truncated"]
         assert row["lang"] == ["en", None][int(row["id"][1:]) % 2]
         counts[row["id"]], reached[row["id"]] = counts[row["id"]] + 1, row["char_end"]
+    assert all(row["chunk_count"] == counts[row["id"]] for row in found)
     assert reached == {name: len(text) for name, text in texts.items()}
     assert {name for name, count in counts.items() if count > 1} == {n for n, length in lengths.items() if length > 40}
     assert [row["ordinal"] for row in found] == list(range(len(found)))
@@ -158,12 +163,51 @@ def test_pooled_documents_have_the_mean_of_their_chunks(made: Made, tmp_path: Pa
             weights = np.array([chunk["n_tokens"] for chunk in own])
             mean = (np.array([chunk["vector"] for chunk in own]) * weights[:, None]).sum(0)
             np.testing.assert_allclose(row["vector"], mean / np.linalg.norm(mean), atol=1e-6)
-            assert (row["chunks"], row["n_tokens"]) == (len(own), weights.sum())
+            assert (row["chunk_count"], row["n_tokens"]) == (len(own), weights.sum())
             assert (row["ordinal"], row["lang"]) == (own[0]["ordinal"], own[0]["lang"])
     done = embedq("export", out, "--to", "npy", "-o", tmp_path / "npy", "--pool-chunks")
     assert done.status == 0, done.err
     vectors = np.load(tmp_path / "npy" / "vectors.npy")
     np.testing.assert_allclose(vectors, [row["vector"] for row in found], atol=1e-6)
+
+
+def test_a_document_some_of_whose_chunks_have_no_vector_is_left_out_where_chunks_are_pooled(made: Made) -> None:
+    whole = open_dataset(made[0])
+    assert len(whole.files) > 1
+    some = replace(whole, files=whole.files[1:])
+    counts: dict[str, int] = {}
+    for row in (row for batch in some.batches() for row in batch.to_pylist()):
+        counts[row["id"]] = counts.get(row["id"], row["chunk_count"]) - 1
+    reader = pooled(some)
+    found = [row["id"] for batch in reader.batches(["id"]) for row in batch.to_pylist()]
+    assert found == [document["id"] for document in made[1] if counts.get(document["id"]) == 0]
+    assert (reader.rows, reader.left_out) == (len(found), sum(left > 0 for left in counts.values()))
+    assert reader.left_out
+
+
+def test_an_error_names_its_chunk(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made[0], out)
+    letter = DeadLetter(
+        id="d6", ordinal=17, chunk=3, stage=Stage.EMBED, code=DocumentErrorCode.NOT_FINITE, message="it is NaN"
+    )
+    (out / "_errors" / "part-x.jsonl").write_bytes(letter.encode() + b"\n")
+    assert in_process(capsys, "errors", out).out == "document 17, chunk 3\td6\tembed\tnot_finite\tit is NaN\n"
+
+
+def test_one_very_long_text_is_sent_in_many_jobs(model: Path, tmp_path: Path) -> None:
+    text = "It was a bright cold day in April, and I went. " * 9000
+    given = [{"id": "a", "text": "before"}, {"id": "book", "text": text}, {"id": "z", "text": "after"}]
+    corpus, out = write_corpus(tmp_path / "c.jsonl", given), tmp_path / "out"
+    faults = {"EMBEDQ_FAULTS": "produce.enqueue.after:kill:3", "EMBEDQ_FAULTS_ONCE": str(tmp_path)}
+    arguments = command(corpus, out, model, "--engine", "null", "--keep-text", "--job-documents", 1024)
+    assert embedq(*arguments, **faults).status == -signal.SIGKILL
+    done = embedq(*arguments)
+    assert done.status == 0, done.err
+    rebuilt: dict[str, str] = {}
+    for row in table(out).to_pylist():
+        rebuilt[row["id"]] = rebuilt.get(row["id"], "")[: row["char_start"]] + row["text"]
+    assert rebuilt == {document["id"]: document["text"] for document in given}
 
 
 def test_every_chunk_is_a_point_of_its_own_elsewhere(made: Made, tmp_path: Path) -> None:
@@ -185,7 +229,7 @@ def test_what_cannot_be_cut_or_asked_for_is_said(
     corpus = write_corpus(tmp_path / "c.jsonl", made[1])
     plain = ("run", corpus, "-o", tmp_path / "out", "-m", model)
     for more, words in (
-        (("--chunk-tokens", 20), "are not cut into chunks"),
+        (("--chunk-tokens", 20), "long texts are not cut"),
         (("--on-long", "chunk", "--chunk-tokens", 49), "above the model's 48"),
         (("--on-long", "chunk", "--chunk-tokens", 9, "--prompt", "a long prompt"), "no room for text"),
         (("--on-long", "chunk", "--chunk-overlap", 25), "above half"),

@@ -28,6 +28,7 @@ from commands import (
 from embedq_broker.keys import Keys
 from embedq_broker.registry import Registry
 from embedq_schemas.run import ParquetSink, RunSpec
+from embedq_worker.engine.generate import generate_checkpoint
 from embedq_worker.sinks.dataset import Dataset
 from servers import Server
 
@@ -181,6 +182,7 @@ def test_a_producer_cuts_long_texts_with_the_models_tokenizer(
     start_worker: Callable[..., subprocess.Popen[str]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    longer = generate_checkpoint(tmp_path / "longer", hidden_size=32, layers=2, max_length=96)
     given = documents(40, words=60)
     corpus, out = write_corpus(tmp_path / "c.jsonl", given), tmp_path / "out"
     command = ("produce", corpus, "--redis", own_server.url, "--output", out, "--on-long", "chunk")
@@ -197,6 +199,8 @@ def test_a_producer_cuts_long_texts_with_the_models_tokenizer(
             assert not row["truncated"]
     assert found == {document["id"]: document["text"] for document in given}
     assert open_dataset(out).rows > 2 * len(given)
+    other = in_process(capsys, *command, "--run", "other", "--model", longer)
+    assert (other.status, "is not what queue default serves" in other.sentence) == (2, True)
 
 
 def test_a_cancelled_run_is_skipped_and_counted(

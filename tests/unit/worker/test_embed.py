@@ -14,7 +14,7 @@ from embedq_schemas.errors import DocumentErrorCode, EngineError
 from embedq_schemas.names import Lane
 from embedq_schemas.quantize import VectorType
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
-from embedq_worker.embed import Embedded, Embedding
+from embedq_worker.embed import Embedded, Embedding, dead_letter
 from embedq_worker.engine.base import Engine, PackedBatch
 from numpy.typing import NDArray
 
@@ -284,3 +284,12 @@ def test_a_vector_beyond_float16_is_a_dead_letter_where_float16_is_asked_for(vec
     assert (letter.id, letter.code) == ("d1", DocumentErrorCode.NOT_FINITE)
     assert letter.message.endswith("or is beyond float16")
     assert part.vectors.quantized(vector_type).vectors[:, 0].tolist() == [2.0, 65_504.0]
+
+
+def test_a_dead_letter_names_the_chunk_where_texts_are_cut() -> None:
+    batch = tokens([1], [2], [3])
+    assert dead_letter(batch, 1, DocumentErrorCode.NOT_FINITE, "NaN").chunk is None
+    for kind, chunk in ((pa.int32(), 5), (pa.string(), None)):
+        column = pa.array([4, 5, 6]).cast(kind)
+        cut = TokenBatch(batch.table.append_column("chunk_index", column))
+        assert dead_letter(cut, 1, DocumentErrorCode.NOT_FINITE, "NaN").chunk == chunk

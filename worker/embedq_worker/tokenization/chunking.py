@@ -44,7 +44,7 @@ class Chunker:
         self._limit = encoding.chunk_tokens or encoding.longest(tokenizer.max_length)
         self._overlap = self._limit // 8 if encoding.chunk_overlap is None else encoding.chunk_overlap
         if 2 * self._overlap > self._limit:
-            raise UsageError(f"--chunk-overlap {self._overlap} is above half of the {self._limit} tokens of a chunk")
+            raise UsageError(f"chunk_overlap {self._overlap} is above half of the {self._limit} tokens of a chunk")
         taken = int(self._lengths([""])[0])
         self._room = self._limit - taken
         if self._room < _LEAST_ROOM:
