@@ -222,10 +222,11 @@ class _Loop:
         bulk, urgent = loads[Lane.BULK], loads[Lane.INTERACTIVE]
         self._ahead = bulk.undelivered > 0
         # An embedder computes one batch: what else it has taken waits. While a batch of requests waits for each of
-        # them, further requests gather, and share the next one.
+        # them, further requests gather, and share the next one. Behind a corpus they do not: its batches go between.
         taken = sum(max(0, held - 1) for consumer, held in urgent.held.items() if consumer in self._embedders)
-        full = urgent.undelivered + taken >= max(1, len(self._embedders))
-        self._note_full(full)
+        waiting = urgent.undelivered if self._ahead else urgent.undelivered + taken
+        full = waiting >= max(1, len(self._embedders))
+        self._note_full(full and not self._ahead)
         lanes = [] if full else [Lane.INTERACTIVE]
         return [*lanes, Lane.BULK] if bulk.undelivered < self._config.broker.max_ready_batches else lanes
 
