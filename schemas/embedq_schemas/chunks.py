@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +35,7 @@ class Chunks:
     #: Text -> why it cannot be cut.
     refused: Mapping[int, str]
 
-    @property
+    @cached_property
     def columns(self) -> list[pa.Array]:
         """Those of `CHUNK_COLUMNS`."""
         counts = np.bincount(self.owners)[self.owners].astype(np.int32)

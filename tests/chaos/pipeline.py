@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -125,6 +125,18 @@ class Pipeline:
         """Wait for the run's end."""
         self.until(lambda: self.registry.state("run").status.terminal, "the end of the run", timeout_s)
         return self.registry.state("run")
+
+    def killed_once_at_each(self, points: Sequence[str]) -> Account:
+        """The account of a run whose workers were killed once at each of these steps."""
+        faults = ",".join(f"{point}:kill" for point in points)
+        # Innocent jobs get delivered as often as processes are killed here.
+        self.broker = self.broker.model_copy(update={"max_deliveries": 50})
+        self.produce()
+        self.start(faults=faults)
+        found = self.check(self.finish(120))
+        # A kill after the last step may come after the run's end was seen.
+        self.until(lambda: self.fired(faults), "passing every step")
+        return found
 
     def check(self, state: RunState | None = None) -> Account:
         """Assert that the run is complete and that nothing is lost, doubled or miscounted."""

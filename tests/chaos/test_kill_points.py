@@ -25,14 +25,7 @@ def produce_command(pipeline: Pipeline) -> list[str]:
 
 @pytest.mark.parametrize("own_server", ["valkey", pytest.param("redis", marks=pytest.mark.long)], indirect=True)
 def test_workers_killed_once_at_every_step_lose_and_double_nothing(pipeline: Pipeline) -> None:
-    faults = ",".join(f"{point}:kill" for point in WORKER_POINTS)
-    # Innocent jobs get delivered as often as processes are killed here.
-    pipeline.broker = pipeline.broker.model_copy(update={"max_deliveries": 50})
-    pipeline.produce()
-    pipeline.start(faults=faults)
-    found = pipeline.check(pipeline.finish(120))
-    # A kill after the last step may come after the run's end was seen.
-    pipeline.until(lambda: pipeline.fired(faults), "passing every step")
+    found = pipeline.killed_once_at_each(WORKER_POINTS)
     assert (found.rows, found.errors) == (ROWS, ERRORS)
 
 

@@ -60,14 +60,7 @@ def through(proxy: Proxy) -> dict[str, str]:
 def test_workers_killed_once_at_every_step_that_concerns_the_store_lose_and_double_nothing(
     pipeline: S3Pipeline,
 ) -> None:
-    faults = ",".join(f"{point}:kill" for point in STORE_POINTS)
-    # Innocent jobs get delivered as often as processes are killed here.
-    pipeline.broker = pipeline.broker.model_copy(update={"max_deliveries": 50})
-    pipeline.produce()
-    pipeline.start(faults=faults)
-    found = pipeline.check(pipeline.finish(120))
-    # A kill after the last step may come after the run's end was seen.
-    pipeline.until(lambda: pipeline.fired(faults), "passing every step")
+    found = pipeline.killed_once_at_each(STORE_POINTS)
     assert (found.rows, found.errors) == (ROWS, ERRORS)
 
 
