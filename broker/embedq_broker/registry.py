@@ -271,7 +271,10 @@ class Registry:
 
     def cancel_many(self, runs: Sequence[str]) -> None:
         """Ask for the cancellation of runs, in one round trip; those unknown, or over, stay as they are."""
-        scripts.call_many(self._client, [cancel_call(self.keys, run) for run in runs], allow_oom=True)
+        replies = scripts.call_many(self._client, [cancel_call(self.keys, run) for run in runs], allow_oom=True)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
 
     def forget(self, run: str) -> RunStatus | None:
         """Drop a run that is over, with its results; None when it is gone, else the status of one that is not over."""
