@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from embedq_worker.bench import MatrixRate
 from embedq_worker.checkpoint import decoder_of, load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
 from embedq_worker.engine.generate import generate_checkpoint
+from embedq_worker.engine.plan import plan_batch
 from numpy.typing import NDArray
 
 
@@ -60,6 +62,11 @@ def packed(texts: list[list[int]], limit: int) -> Iterator[PackedBatch]:
     yield PackedBatch.of(batch)
 
 
+def computed(batch: PackedBatch) -> int:
+    """Tokens that go through the model: what texts begin with in common does so once."""
+    return plan_batch(batch, torch.device("cpu"), share=True).row_offsets[-1]
+
+
 def run_embedq(engine: Engine, texts: list[list[int]], rate: MatrixRate, parameters: int) -> Run:
     shares, seconds, rows = [], 0.0, []
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
@@ -72,7 +79,7 @@ def run_embedq(engine: Engine, texts: list[list[int]], rate: MatrixRate, paramet
         seconds += elapsed
         # A last, small batch costs more a token and is no measure of the rate at 2,048 rows.
         if len(batch.input_ids) > engine.max_batch_tokens // 2:
-            shares.append(2 * parameters * len(batch.input_ids) / elapsed / ((before + after) / 2))
+            shares.append(2 * parameters * computed(batch) / elapsed / ((before + after) / 2))
         before = after
     switched = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
     return Run(sum(map(len, texts)) / seconds, tuple(shares), switched, np.concatenate(rows))

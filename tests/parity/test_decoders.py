@@ -138,6 +138,16 @@ def test_single_texts_and_equal_lengths_equal_the_reference(loaded: Loaded) -> N
     assert_parity(loaded, np.concatenate([run(loaded, [text]) for text in texts]), expected)
 
 
+def test_texts_that_begin_alike_equal_the_reference(loaded: Loaded) -> None:
+    """Whether a beginning is shared by two or by all, is a text itself, or is longer than a window or a block."""
+    head, more, *ends = random_texts(loaded.checkpoint, [70, 90, 1, 2, 30, 130, 9, 5], seed=6)
+    texts = [[*head, *end] for end in ends[:4]] + [[*head, *more, *end] for end in ends[2:]]
+    texts += [head, head, [*head, *more], ends[5], head[:1], [*head, *more, *head]]
+    order = np.random.default_rng(2).permutation(len(texts))
+    shuffled = [texts[index] for index in order]
+    assert_parity(loaded, run(loaded, shuffled), loaded.reference.vectors(shuffled))
+
+
 def test_a_text_of_4096_tokens_among_short_ones_equals_the_reference(loaded: Loaded) -> None:
     texts = random_texts(loaded.checkpoint, [5, 4096, 31], seed=3)
     assert_parity(loaded, run(loaded, texts), loaded.reference.vectors(texts))

@@ -62,6 +62,7 @@ def run_tokenizer(config: ProcessConfig, stop: threading.Event, ready: Callable[
         config.broker,
         max_length=checkpoint.max_length,
         vocab_size=checkpoint.vocab_size,
+        share_prefixes=checkpoint.shares_prefixes and config.engine.kind in ("auto", "native"),
     )
     keeper = Keeper(connect(url, role="keeper"), consumer, config.role, progress)
     keeper.start()

@@ -27,7 +27,8 @@ from embedq_schemas.text_hash import hash_texts
 from embedq_schemas.token_batch import TokenBatch, make_token_batch
 from numpy.typing import NDArray
 
-from embedq_worker.pack import plan_batches
+from embedq_worker.pack import longest_first, plan_batches
+from embedq_worker.prefixes import prefix_order
 from embedq_worker.runs import RunCache
 from embedq_worker.tokenization import TextTokenizer, Tokenized
 from embedq_worker.tokenization.given import hash_ids, take_ids
@@ -60,13 +61,19 @@ class TokenizerStage:
         *,
         max_length: int,
         vocab_size: int,
+        share_prefixes: bool,
     ) -> None:
+        """
+        Args:
+            share_prefixes: put texts that begin alike into one batch, whose engine computes their beginning once.
+        """
         self._consumer = consumer
         self._tokenizer = tokenizer
         self._runs = runs
         self._settings = settings
         self._max_length = max_length
         self._vocab_size = vocab_size
+        self._share_prefixes = share_prefixes
 
     def window(
         self, entries: Sequence[Entry], lane: Lane, max_batch_tokens: int, *, fatal: bool = False
@@ -200,8 +207,12 @@ class TokenizerStage:
             metadata=group.columns,
         )
         good = np.flatnonzero(~failed)
-        order, bounds = plan_batches(lengths[good], max_batch_tokens)
-        rows = good[order]
+        if self._share_prefixes:
+            order = prefix_order(tokenized.input_ids, tokenized.offsets)
+            rows = order[~failed[order]]
+        else:
+            rows = good[longest_first(lengths[good])]
+        bounds = plan_batches(lengths[rows], max_batch_tokens)
         # One gather for the window; batches are slices of it, and the wire format writes slices compactly.
         packed, members = batch.select(rows), runs[rows]
         for start, end in itertools.pairwise(bounds.tolist()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 class Line:
     """A tokenizer stage between two streams of a real server."""
 
-    def __init__(self, client: redis.Redis, tokenizer: TextTokenizer) -> None:
+    def __init__(self, client: redis.Redis, tokenizer: TextTokenizer, *, share_prefixes: bool = False) -> None:
         self.client = client
         self.keys = Keys("q")
         self.registry = Registry(client, self.keys)
@@ -51,7 +52,10 @@ class Line:
         runs = RunCache(self.registry, url="redis://test", give_up=lambda: True)
         settings = BrokerSettings(max_deliveries=3)
         self.stage = TokenizerStage(
-            self.consumer, tokenizer, runs, settings, max_length=MAX_LENGTH, vocab_size=VOCAB_SIZE
+            *(self.consumer, tokenizer, runs, settings),
+            max_length=MAX_LENGTH,
+            vocab_size=VOCAB_SIZE,
+            share_prefixes=share_prefixes,
         )
         self.positions: Counter[str] = Counter()
 
@@ -171,6 +175,24 @@ def test_no_batch_is_above_the_budget_unless_it_is_one_document(line: Line) -> N
     assert sum(batch.num_documents for batch in batches) == len(TEXTS)
     assert all(batch.num_tokens <= 10 or batch.num_documents == 1 for batch in batches)
     assert any(batch.num_documents > 1 for batch in batches)
+
+
+def test_texts_that_begin_alike_come_together_where_their_beginning_is_computed_once(
+    redis_client: redis.Redis, tokenizer: TextTokenizer
+) -> None:
+    line = Line(redis_client, tokenizer, share_prefixes=True)
+    spec = line.run("r")
+    heads = ["the quick brown fox jumps", "one two three four five", "x y z x y z x y z"]
+    for _ in range(3):
+        line.send(spec, [f"{head} {end}" for end in "abcd" for head in heads])
+    documents, _ = line.settle(budget=8 * MAX_LENGTH)
+    batches = [batch.table.column("text_sha256").to_pylist() for _, batch in line.batches()]
+    assert documents == sum(map(len, batches)) == 36
+    names = {hashlib.sha256(f"{head} {end}".encode()).digest(): head for head in heads for end in "abcd"}
+    runs_of_heads = [head for batch in batches for head, _ in itertools.groupby(names[sha] for sha in batch)]
+    assert len(batches) > 1
+    # Every head once, but for a batch that ends amid its texts.
+    assert len(runs_of_heads) <= len(heads) + len(batches) - 1
 
 
 def test_runs_of_equal_options_share_batches_and_others_do_not(line: Line, tmp_path: Path) -> None:

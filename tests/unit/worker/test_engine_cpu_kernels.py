@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from embedq_worker.engine import layers
@@ -12,7 +13,7 @@ from embedq_worker.engine.base import PackedBatch
 from embedq_worker.engine.cpu import build
 from embedq_worker.engine.cpu.kernels import CpuKernels, cpu_kernels
 from embedq_worker.engine.cpu.ops import CpuAttention
-from embedq_worker.engine.plan import plan_batch
+from embedq_worker.engine.plan import BatchPlan, plan_batch
 from torch import Tensor
 
 
@@ -37,9 +38,28 @@ def test_attention_equals_float32_attention(
     kernels: CpuKernels, shape: tuple[int, int, int], causal: bool, window: int | None
 ) -> None:
     heads, kv_heads, dim = shape
-    plan = plan_batch(PackedBatch.of([[0] * length for length in EDGES]), torch.device("cpu"))
+    batch = PackedBatch.of([[0] * length for length in EDGES])
+    check_attention(kernels, plan_batch(batch, torch.device("cpu")), heads, kv_heads, dim, causal, window)
+
+
+@pytest.mark.parametrize("step", [1, 16, 129])
+@pytest.mark.parametrize("window", [None, 33, 1, 128])
+def test_attention_of_texts_that_begin_alike_equals_float32_attention(
+    kernels: CpuKernels, step: int, window: int | None
+) -> None:
+    # Sorted, each text begins as the one before it and adds its own: one token, a tile, or more than a task's queries.
+    batch = PackedBatch.of([[0] * length for length in range(1, 900, step)][:60])
+    plan = plan_batch(batch, torch.device("cpu"), share=True)
+    assert set(np.diff(plan.row_offsets)) == {1, step}
+    check_attention(kernels, plan, 4, 2, 32, True, window)
+
+
+def check_attention(
+    kernels: CpuKernels, plan: BatchPlan, heads: int, kv_heads: int, dim: int, causal: bool, window: int | None
+) -> None:
     packed = random(plan.total_tokens, heads + 2 * kv_heads, dim)
     q, k, v = packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
+    q = q[: plan.row_offsets[-1]]
     reference, kernel = SdpaAttention(), CpuAttention(kernels)
     reference.prepare(plan)
     kernel.prepare(plan)

@@ -121,3 +121,11 @@ class Checkpoint:
     weights: Weights
     fingerprint: str
     notes: tuple[str, ...] = ()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what texts begin with in common needs to be computed once only.
+
+        Under a causal mask a token does not see what follows it, and the last token is all that such a model keeps.
+        """
+        return self.decoder is not None and self.causal and self.pooling == "lasttoken"

@@ -27,7 +27,6 @@ from embedq_worker.engine.gpu.flight import GpuFlight, LayerMark
 from embedq_worker.engine.group import Group, Solo
 from embedq_worker.engine.heads import finish, load_heads, pool
 from embedq_worker.engine.memory import keep_freed_memory
-from embedq_worker.engine.plan import TOKENS_STEP, plan_batch, round_up
 from embedq_worker.engine.ranks import RankProcesses
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
@@ -76,7 +75,6 @@ class NativeEngine:
                 threads=threads,
                 group=group,
             )
-            self._rounds_up = chosen.backends.packed_rows is not None and self.max_length >= 2 * TOKENS_STEP
             with WeightReader(checkpoint.weights, config, dtype=dtype, device=self._device) as reader:
                 self._decoder: Decoder | None = Decoder(
                     config,
@@ -130,9 +128,11 @@ class NativeEngine:
             chosen = settings.max_batch_tokens
         longest = max(chosen, self.max_length)
         if self._device.type == "cuda":
-            for tokens, text in ((chosen, 128), (self.max_length, self.max_length)):
+            # Texts that begin alike, but barely: their keys are gathered, and hardly a token is saved.
+            for tokens, text, alike in ((chosen, 128, 4), (self.max_length, self.max_length, 0)):
+                size = min(text, self.max_length)
                 try:
-                    self.encode(uniform_batch(tokens, min(text, self.max_length), vocab_size=config.vocab_size))
+                    self.encode(uniform_batch(tokens, size, vocab_size=config.vocab_size, alike=alike))
                 except EngineError as error:
                     raise ModelError(
                         f"a batch of {tokens} tokens does not fit this GPU ({error}); "
@@ -194,15 +194,14 @@ class NativeEngine:
         count = len(batch)
         if count == 0:
             return torch.empty(0, width)
-        rounded = round_up(batch) if self._rounds_up else batch
         if self._ranks is not None:
-            self._ranks.send(rounded)
+            self._ranks.send(batch)
         try:
             with torch.inference_mode(), self._on_device():
-                plan = plan_batch(rounded, self._device)
+                plan = self._decoder.plan(batch)
                 hidden = self._decoder.forward(plan, progress)
                 pooled = hidden.float() if self._last_only else pool(hidden, plan, self._checkpoint.pooling)
-                return finish(pooled, self._heads, width, normalize=normalize)[:count]
+                return plan.in_order(finish(pooled, self._heads, width, normalize=normalize), count)
         except (RuntimeError, MemoryError) as error:
             raise self._failure(batch, error) from error
 

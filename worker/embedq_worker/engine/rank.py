@@ -20,7 +20,6 @@ from embedq_worker.engine.base import PackedBatch
 from embedq_worker.engine.decoder import Decoder
 from embedq_worker.engine.group import Ranks
 from embedq_worker.engine.memory import keep_freed_memory
-from embedq_worker.engine.plan import plan_batch
 from embedq_worker.engine.ranks import RankJob
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.weights import WeightReader
@@ -49,7 +48,7 @@ def load_share(job: RankJob) -> Decoder:
         )
 
 
-def serve(decoder: Decoder, device: torch.device, commands: IO[bytes]) -> None:
+def serve(decoder: Decoder, commands: IO[bytes]) -> None:
     """Compute this rank's part of every batch until rank 0 closes the pipe."""
     while header := commands.read(16):
         texts, tokens = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
@@ -58,7 +57,7 @@ def serve(decoder: Decoder, device: torch.device, commands: IO[bytes]) -> None:
         if len(ids) != tokens:
             return
         with torch.inference_mode():
-            decoder.forward(plan_batch(PackedBatch(ids, offsets), device), lambda: None)
+            decoder.forward(decoder.plan(PackedBatch(ids, offsets)), lambda: None)
 
 
 def main() -> int:
@@ -66,7 +65,7 @@ def main() -> int:
     try:
         decoder = load_share(job)
         print("ready", flush=True)
-        serve(decoder, torch.device(job.device), sys.stdin.buffer)
+        serve(decoder, sys.stdin.buffer)
     except (EmbedqError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr, flush=True)
         return 1

@@ -26,11 +26,14 @@ _GAIN = 1.03
 _BUDGET = 15.0
 
 
-def uniform_batch(tokens: int, text: int, *, vocab_size: int) -> PackedBatch:
-    """`tokens` token ids in texts of `text` tokens (the last one shorter)."""
-    ids = (np.arange(tokens, dtype=np.uint32) * 7919) % np.uint32(vocab_size)
+def uniform_batch(tokens: int, text: int, *, vocab_size: int, alike: int = 0) -> PackedBatch:
+    """`tokens` token ids in texts of `text` tokens (the last one shorter), whose first `alike` tokens are the same."""
     offsets = np.unique(np.append(np.arange(0, tokens, text), tokens)).astype(np.int32)
-    return PackedBatch(ids.astype(np.uint32), offsets)
+    starts, places = np.repeat(offsets[:-1], np.diff(offsets)), np.arange(tokens)
+    within = places - starts
+    # The next token is each text's own, so that nothing else is computed once for several of them.
+    numbers = np.where(within < alike, within, np.where(within == alike, starts // text, places * 7919))
+    return PackedBatch((numbers % vocab_size).astype(np.uint32), offsets)
 
 
 def choose_batch_tokens(
@@ -83,7 +86,8 @@ def check_memory(config: DecoderConfig, *, tokens: int, itemsize: int) -> None:
     import psutil
 
     width = 4 * config.hidden_size + 3 * config.intermediate_size
-    width += config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    # Keys and values twice: those of texts that begin alike are gathered.
+    width += config.head_dim * (2 * config.num_heads + 4 * config.num_kv_heads)
     needed, free = tokens * width * itemsize, psutil.virtual_memory().available
     if needed > free:
         raise ModelError(

@@ -10,7 +10,10 @@ from embedq_worker.engine.plan import BatchPlan
 
 
 class Attention(Protocol):
-    """Attention within each packed text, softmax scale head_dim ** -0.5, grouped key/value heads."""
+    """Attention within each packed text, softmax scale head_dim ** -0.5, grouped key/value heads.
+
+    A text's queries are those of its last tokens (`cu_rows` of the plan), its keys those of all (`cu_seqlens`).
+    """
 
     name: str
 
@@ -18,7 +21,7 @@ class Attention(Protocol):
         """Called once a batch, before the first layer."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
-        """q [total_tokens, heads, head_dim], k and v [total_tokens, kv_heads, head_dim] -> like q.
+        """q [rows, heads, head_dim], k and v [total_tokens, kv_heads, head_dim] -> like q.
 
         `window`: a token sees itself and the window - 1 tokens before it.
         """

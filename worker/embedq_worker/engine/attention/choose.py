@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,17 +58,20 @@ def check(
 
 
 def _compare(attention: Attention, shape: HeadShape, device: torch.device, dtype: torch.dtype) -> str:
-    lengths = [1, 5, 64, 130]
-    plan = plan_batch(PackedBatch.of([[0] * length for length in lengths]), device)
+    batch = PackedBatch.of([[0] * length for length in (1, 5, 64, 130, 130)])
+    plans = [plan_batch(batch, device)]
+    if shape.causal:
+        # All begin alike: each text's queries are fewer than its keys.
+        plans.append(plan_batch(batch, device, share=True))
     generator = torch.Generator().manual_seed(0)
-    packed = torch.randn(sum(lengths), shape.heads + 2 * shape.kv_heads, shape.dim, generator=generator)
+    packed = torch.randn(len(batch.input_ids), shape.heads + 2 * shape.kv_heads, shape.dim, generator=generator)
     packed = packed.to(device, dtype)
-    q = packed[:, : shape.heads]
     k, v = packed[:, shape.heads : -shape.kv_heads], packed[:, -shape.kv_heads :]
     reference = SdpaAttention()
-    attention.prepare(plan)
-    reference.prepare(plan)
-    for window in dict.fromkeys((None, *shape.windows)):
+    for plan, window in itertools.product(plans, dict.fromkeys((None, *shape.windows))):
+        q = packed[: plan.row_offsets[-1], : shape.heads]
+        attention.prepare(plan)
+        reference.prepare(plan)
         wanted = reference(q.float(), k.float(), v.float(), causal=shape.causal, window=window)
         last = reference.last(q.float()[plan.last], k.float(), v.float(), window=window)
         for found, expected in (

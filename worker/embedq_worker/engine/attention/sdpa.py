@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,18 +12,34 @@ from torch import Tensor
 
 from embedq_worker.engine.plan import BatchPlan
 
-#: Queries per block of a windowed layer, so that its mask stays small at any length.
-_WINDOW_BLOCK = 1024
+#: Queries of a block where a mask is needed, so that it stays small at any length.
+_MASKED_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one text's rows and keys lie: the rows are those of its last tokens."""
+
+    first: int
+    end: int
+    start: int
+    stop: int
+
+
+def spans(plan: BatchPlan) -> tuple[Span, ...]:
+    """One for each text."""
+    rows, keys = itertools.pairwise(plan.row_offsets), itertools.pairwise(plan.offsets)
+    return tuple(Span(*own, *whole) for own, whole in zip(rows, keys, strict=True))
 
 
 class SdpaAttention:
     name = "sdpa"
 
     def __init__(self) -> None:
-        self._spans: tuple[tuple[int, int], ...] = ()
+        self._spans: tuple[Span, ...] = ()
 
     def prepare(self, plan: BatchPlan) -> None:
-        self._spans = tuple(zip(plan.offsets, plan.offsets[1:], strict=False))
+        self._spans = spans(plan)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
         out = torch.empty_like(q)
@@ -30,21 +48,23 @@ class SdpaAttention:
 
     def last(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         out = torch.empty_like(q)
-        for row, (begin, stop) in enumerate(self._spans):
-            start = begin if window is None else max(begin, stop - window)
-            out[row : row + 1] = _attend(q[row : row + 1], k[start:stop], v[start:stop], causal=False)
+        for row, span in enumerate(self._spans):
+            start = span.start if window is None else max(span.start, span.stop - window)
+            out[row : row + 1] = _attend(q[row : row + 1], k[start : span.stop], v[start : span.stop], causal=False)
         return out
 
 
 def attend_spans(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, spans: Iterable[tuple[int, int]], *, causal: bool, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, texts: Iterable[Span], *, causal: bool, window: int | None
 ) -> None:
-    """Fill `out` [tokens, heads, head_dim] for the texts at `spans` (start, stop), one at a time."""
-    for start, stop in spans:
-        if window is not None and stop - start > window:
-            _windowed(q, k, v, out, start, stop, window)
+    """Fill the rows of `out` [rows, heads, head_dim] that belong to `texts`, one text at a time."""
+    for text in texts:
+        rows, keys = text.end - text.first, text.stop - text.start
+        if (window is not None and keys > window) or (causal and rows < keys):
+            _masked(q, k, v, out, text, window)
         else:
-            out[start:stop] = _attend(q[start:stop], k[start:stop], v[start:stop], causal=causal)
+            part = slice(text.start, text.stop)
+            out[text.first : text.end] = _attend(q[text.first : text.end], k[part], v[part], causal=causal)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None) -> Tensor:
@@ -60,11 +80,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | Non
     return out.squeeze(0).transpose(0, 1)
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, out: Tensor, start: int, stop: int, window: int) -> None:
-    for first in range(start, stop, _WINDOW_BLOCK):
-        end = min(first + _WINDOW_BLOCK, stop)
-        begin = max(start, first - window + 1)
-        rows = torch.arange(first, end, device=q.device).unsqueeze(1)
-        columns = torch.arange(begin, end, device=q.device).unsqueeze(0)
-        mask = (columns <= rows) & (columns > rows - window)
-        out[first:end] = _attend(q[first:end], k[begin:end], v[begin:end], causal=False, mask=mask)
+def _masked(q: Tensor, k: Tensor, v: Tensor, out: Tensor, text: Span, window: int | None) -> None:
+    """A causal text whose queries do not see all keys before them, or are fewer than its keys."""
+    behind = text.stop - text.end  # from a row to its token's key
+    for first in range(text.first, text.end, _MASKED_BLOCK):
+        end = min(first + _MASKED_BLOCK, text.end)
+        begin = text.start if window is None else max(text.start, first + behind - window + 1)
+        stop = end + behind
+        tokens = torch.arange(first + behind, stop, device=q.device).unsqueeze(1)
+        columns = torch.arange(begin, stop, device=q.device).unsqueeze(0)
+        mask = columns <= tokens
+        if window is not None:
+            mask &= columns > tokens - window
+        out[first:end] = _attend(q[first:end], k[begin:stop], v[begin:stop], causal=False, mask=mask)

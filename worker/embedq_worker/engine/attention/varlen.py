@@ -18,13 +18,17 @@ from embedq_worker.engine.plan import BatchPlan
 
 
 class _Planned:
-    """What the three share: offsets on the device, and those of a batch with one query a text."""
+    """What the three share: offsets on the device, and those of a batch with one query a text.
+
+    All three align masks to the last key, where a text's queries end.
+    """
 
     def __init__(self) -> None:
-        self._cu_seqlens = self._one_each = torch.zeros(1, dtype=torch.int32)
-        self._max_seqlen = 0
+        self._cu_rows = self._cu_seqlens = self._one_each = torch.zeros(1, dtype=torch.int32)
+        self._max_rows = self._max_seqlen = 0
 
     def prepare(self, plan: BatchPlan) -> None:
+        self._cu_rows, self._max_rows = plan.cu_rows, plan.max_rows
         self._cu_seqlens, self._max_seqlen = plan.cu_seqlens, plan.max_seqlen
         self._one_each = torch.arange(len(plan) + 1, dtype=torch.int32, device=plan.cu_seqlens.device)
 
@@ -46,10 +50,9 @@ class FlashAttention(_Planned):
         self._attend: Callable[..., Any] = module.flash_attn_varlen_func
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
-        return self._run(q, k, v, self._cu_seqlens, self._max_seqlen, causal=causal, window=window)
+        return self._run(q, k, v, self._cu_rows, self._max_rows, causal=causal, window=window)
 
     def last(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        # Masks are aligned to the last key, so a text's one query sits at its end.
         return self._run(q, k, v, self._one_each, 1, causal=window is not None, window=window)
 
     def _run(
@@ -74,7 +77,7 @@ class TorchVarlenAttention(_Planned):
         self._parameters = set(inspect.signature(varlen_attn).parameters)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
-        return self._run(q, k, v, self._cu_seqlens, self._max_seqlen, causal=causal, window=window)
+        return self._run(q, k, v, self._cu_rows, self._max_rows, causal=causal, window=window)
 
     def last(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         return self._run(q, k, v, self._one_each, 1, causal=False, window=window)
@@ -111,12 +114,13 @@ class FlashInferAttention(_Planned):
         self._device = device
         self._wrappers: dict[tuple[bool, bool, int | None], Any] = {}
         self._planned: set[tuple[bool, bool, int | None]] = set()
-        self._host = torch.zeros(1, dtype=torch.int32)
+        self._host = self._host_rows = torch.zeros(1, dtype=torch.int32)
 
     def prepare(self, plan: BatchPlan) -> None:
         super().prepare(plan)
         # Planning reads offsets on the host; handing it host tensors spares a device synchronisation.
         self._host = torch.tensor(plan.offsets, dtype=torch.int32)
+        self._host_rows = torch.tensor(plan.row_offsets, dtype=torch.int32)
         self._planned.clear()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
@@ -132,7 +136,7 @@ class FlashInferAttention(_Planned):
             self._wrappers[kind] = self._make(workspace, "NHD")
         wrapper = self._wrappers[kind]
         if kind not in self._planned:
-            rows = torch.arange(len(self._host), dtype=torch.int32) if last else self._host
+            rows = torch.arange(len(self._host), dtype=torch.int32) if last else self._host_rows
             wrapper.plan(
                 rows, self._host, q.shape[1], k.shape[1], q.shape[2], causal=causal,
                 window_left=-1 if window is None else window - 1, q_data_type=q.dtype, kv_data_type=k.dtype,

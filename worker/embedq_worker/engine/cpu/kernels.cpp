@@ -487,11 +487,12 @@ int embedq_enable() {
 void* embedq_pool_create(int threads) { return new Pool(threads); }
 void embedq_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Attention within packed texts; cu_seqlens int32 [n + 1]. With last_only, q and out have one row a text, its last token.
-// Texts longer than `longest` are left out. dim is a multiple of 32, at most 256.
+// Attention within packed texts: text i has the rows of q and out from cu_rows[i] to cu_rows[i + 1], which are its last
+// tokens, and the keys from cu_seqlens[i] to cu_seqlens[i + 1]; both int32 [n + 1]. Texts longer than `longest` are left
+// out. dim is a multiple of 32, at most 256.
 void embedq_attention(void* pool, const bf16* q, long q_stride, const bf16* k, const bf16* v, long kv_stride, bf16* out,
-                      long out_stride, const int32_t* cu_seqlens, int n, int heads, int kv_heads, int dim, int causal,
-                      int window, int last_only, int longest) {
+                      long out_stride, const int32_t* cu_rows, const int32_t* cu_seqlens, int n, int heads, int kv_heads,
+                      int dim, int causal, int window, int longest) {
   const Problem problem{q,          k,     v,        q_stride, kv_stride, out,
                         out_stride, heads, kv_heads, dim,      causal,    window, 1.0f / std::sqrt(float(dim))};
   constexpr int kChunk = 128;  // queries a task: packing a block of keys serves all of them
@@ -500,15 +501,11 @@ void embedq_attention(void* pool, const bf16* q, long q_stride, const bf16* k, c
   };
   std::vector<Task> tasks;
   for (int i = 0; i < n; ++i) {
-    const int length = cu_seqlens[i + 1] - cu_seqlens[i];
-    if (length > longest) continue;
-    if (last_only) {
-      tasks.push_back({i, length - 1, 1});
-      continue;
-    }
+    const int rows = cu_rows[i + 1] - cu_rows[i];
+    if (cu_seqlens[i + 1] - cu_seqlens[i] > longest) continue;
     // The last chunk of a causal text reads the most keys, so it starts first.
-    for (int first = (length - 1) / kChunk * kChunk; first >= 0; first -= kChunk)
-      tasks.push_back({i, first, std::min(kChunk, length - first)});
+    for (int first = (rows - 1) / kChunk * kChunk; first >= 0; first -= kChunk)
+      tasks.push_back({i, first, std::min(kChunk, rows - first)});
   }
   auto& workers = *static_cast<Pool*>(pool);
   // A thread takes several heads of a chunk where there are chunks enough: their rows share pages.
@@ -522,11 +519,12 @@ void embedq_attention(void* pool, const bf16* q, long q_stride, const bf16* k, c
     _tile_loadconfig(&config);
 #endif
     const Task task = tasks[index / parts];
-    const long start = cu_seqlens[task.text], q_row = last_only ? task.text : start + task.first;
+    const long start = cu_seqlens[task.text], row = cu_rows[task.text];
     const int length = cu_seqlens[task.text + 1] - cu_seqlens[task.text];
+    const int before = length - (cu_rows[task.text + 1] - cu_rows[task.text]);  // keys of tokens without a row
     scratch.reserve((group * task.count + 15) / 16 * 16, dim);
     for (long head = index % parts * heads_each, end = head + heads_each; head < end; ++head)
-      attend(problem, scratch, q_row, start, length, task.first, task.count, int(head));
+      attend(problem, scratch, row + task.first, start, length, before + task.first, task.count, int(head));
 #ifdef __AMX_BF16__
     _tile_release();
 #endif

@@ -22,7 +22,8 @@ _SIGNATURES: dict[str, list[Any]] = {
         c_void_p,
         c_long,
         c_void_p,
-        *[c_int] * 8,
+        c_void_p,
+        *[c_int] * 7,
     ],
     "embedq_add_rms_norm": [*[c_void_p] * 5, c_long, c_int, c_float],
     "embedq_norm_rotate": [c_void_p, c_void_p, c_long, *[c_void_p] * 4, c_long, c_int, c_int, c_int, c_float],
@@ -52,16 +53,16 @@ class CpuKernels:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        cu_rows: Tensor,
         cu_seqlens: Tensor,
         *,
         causal: bool,
         window: int | None,
-        last: bool,
         longest: int = 1 << 30,
     ) -> Tensor:
-        """q [rows, heads, dim], k and v [tokens, kv_heads, dim] with one token stride, cu_seqlens int32 [n + 1].
+        """q [rows, heads, dim], k and v [tokens, kv_heads, dim] with one token stride, offsets of both int32 [n + 1].
 
-        Rows of texts longer than `longest` tokens are left unset.
+        A text's rows are those of its last tokens. Rows of texts longer than `longest` tokens are left unset.
         """
         rows, heads, dim = q.shape
         out = torch.empty((rows, heads, dim), dtype=q.dtype)
@@ -69,7 +70,7 @@ class CpuKernels:
             raise ValueError("attention expects heads side by side, and keys and values with one stride")
         self._library.embedq_attention(
             self._pool, q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(0), out.data_ptr(), heads * dim,
-            cu_seqlens.data_ptr(), len(cu_seqlens) - 1, heads, k.shape[1], dim, causal, window or 0, last,
+            cu_rows.data_ptr(), cu_seqlens.data_ptr(), len(cu_seqlens) - 1, heads, k.shape[1], dim, causal, window or 0,
             longest,
         )  # fmt: skip
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embedq_worker.engine.attention.sdpa import attend_spans
+from embedq_worker.engine.attention.sdpa import Span, attend_spans, spans
 from embedq_worker.engine.cpu.kernels import CpuKernels
 from embedq_worker.engine.plan import BatchPlan
 
@@ -43,20 +43,20 @@ class CpuAttention:
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
         self._longest = _LONGEST_ON_AMX if kernels.amx else 1 << 30
-        self._cu_seqlens = torch.zeros(1, dtype=torch.int32)
-        self._long: tuple[tuple[int, int], ...] = ()
+        self._cu_rows = self._cu_seqlens = self._one_each = torch.zeros(1, dtype=torch.int32)
+        self._long: tuple[Span, ...] = ()
 
     def prepare(self, plan: BatchPlan) -> None:
-        self._cu_seqlens = plan.cu_seqlens
-        spans = zip(plan.offsets, plan.offsets[1:], strict=False)
-        self._long = tuple((start, stop) for start, stop in spans if stop - start > self._longest)
+        self._cu_rows, self._cu_seqlens = plan.cu_rows, plan.cu_seqlens
+        self._one_each = torch.arange(len(plan) + 1, dtype=torch.int32)
+        self._long = tuple(span for span in spans(plan) if span.stop - span.start > self._longest)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
         out = self._kernels.attention(
-            q, k, v, self._cu_seqlens, causal=causal, window=window, last=False, longest=self._longest
+            q, k, v, self._cu_rows, self._cu_seqlens, causal=causal, window=window, longest=self._longest
         )
         attend_spans(q, k, v, out, self._long, causal=causal, window=window)
         return out
 
     def last(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        return self._kernels.attention(q, k, v, self._cu_seqlens, causal=True, window=window, last=True)
+        return self._kernels.attention(q, k, v, self._one_each, self._cu_seqlens, causal=True, window=window)
