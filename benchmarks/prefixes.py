@@ -25,21 +25,25 @@ from embedq_worker.checkpoint import load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
 from embedq_worker.engine import plan as planning
 from embedq_worker.pack import longest_first, plan_batches
-from embedq_worker.prefixes import prefix_order
+from embedq_worker.prefixes import common_prefixes, prefix_order
 from engine import cosine, make_checkpoint
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
-_NEVER = 2.0
+WORTH = planning._SHARED_AT_LEAST
+_NEVER = 1 << 40
 
 
 class Batches:
     """Texts in batches of one kind. Sharing is switched where the plan looks: it is no option of the engine."""
 
-    def __init__(self, texts: PackedBatch, order: NDArray[np.int64], limit: int, share: float) -> None:
-        self._texts, self._order, self._share = texts, order, share
-        self._bounds = plan_batches(texts.lengths[order], limit)
+    def __init__(
+        self, texts: PackedBatch, order: NDArray[np.int64], limit: int, common: NDArray[np.int64] | None = None
+    ) -> None:
+        self._texts, self._order = texts, order
+        self._share = _NEVER if common is None else WORTH
+        self._bounds = plan_batches(texts.lengths[order], limit, common)
         self._tokens, self._seconds = 0, 0.0
 
     @property
@@ -72,19 +76,19 @@ class Batches:
 
 
 def compare(engine: Engine, name: str, texts: PackedBatch, batches: int) -> None:
-    limit, worth = engine.max_batch_tokens, planning._SHARED_AT_LEAST
-    plain = Batches(texts, longest_first(texts.lengths), limit, _NEVER)
-    shared = Batches(texts, prefix_order(texts.input_ids, texts.cu_seqlens), limit, worth)
+    limit, order = engine.max_batch_tokens, prefix_order(texts.input_ids, texts.cu_seqlens)
+    plain = Batches(texts, longest_first(texts.lengths), limit)
+    shared = Batches(texts, order, limit, common_prefixes(texts.input_ids, texts.cu_seqlens, order))
     rng = np.random.default_rng(0)
     for one, other in zip(rng.permutation(len(plain))[:batches], rng.permutation(len(shared))[:batches], strict=False):
         plain.run(engine, int(one))
         found = shared.run(engine, int(other))
     planning._SHARED_AT_LEAST = _NEVER
     same = cosine(found, engine.encode(shared.batch(int(other))))
-    planning._SHARED_AT_LEAST = worth
     print(
         f"{name}: {len(texts)} texts, {len(texts.input_ids)} tokens, {shared.computed():.1%} of them computed; "
-        f"every token {plain.rate:.1f}, common beginnings once {shared.rate:.1f} tokens/s: {shared.rate / plain.rate:.2f}x; "
+        f"every token {plain.rate:.1f}, common beginnings once {shared.rate:.1f} tokens/s: "
+        f"{shared.rate / plain.rate:.2f}x; "
         f"smallest cosine between the two {same:.5f}",
         flush=True,
     )

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_WHOLE = 4
+"""Tokens of a batch's whole texts, as a multiple of those that are computed: keys and values are gathered for all."""
+
 
 def prefix_order(ids: NDArray[np.uint32], offsets: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     """The order of the texts by their token ids: a permutation, int64 [n].

@@ -28,7 +28,7 @@ from embedq_schemas.token_batch import TokenBatch, make_token_batch
 from numpy.typing import NDArray
 
 from embedq_worker.pack import longest_first, plan_batches
-from embedq_worker.prefixes import prefix_order
+from embedq_worker.prefixes import common_prefixes, prefix_order
 from embedq_worker.runs import RunCache
 from embedq_worker.tokenization import TextTokenizer, Tokenized
 from embedq_worker.tokenization.given import hash_ids, take_ids
@@ -206,23 +206,29 @@ class TokenizerStage:
             text_sha256=sha256,
             metadata=group.columns,
         )
-        good = np.flatnonzero(~failed)
-        if self._share_prefixes:
-            order = prefix_order(tokenized.input_ids, tokenized.offsets)
-            rows = order[~failed[order]]
-        else:
-            rows = good[longest_first(lengths[good])]
-        bounds = plan_batches(lengths[rows], max_batch_tokens)
+        rows, common = self._order(tokenized, failed)
+        bounds = plan_batches(lengths[rows], max_batch_tokens, common)
         # One gather for the window; batches are slices of it, and the wire format writes slices compactly.
         packed, members = batch.select(rows), runs[rows]
         for start, end in itertools.pairwise(bounds.tolist()):
             part = packed.slice(start, end - start)
+            computed = part.num_tokens - int(common[start + 1 : end].sum())
             # A single document may exceed the budget.
-            metrics.batch_fill.observe(min(1.0, part.num_tokens / max_batch_tokens))
+            metrics.batch_fill.observe(min(1.0, computed / max_batch_tokens))
             self._add_batch(commit, part, members[start:end], lane)
         for share in group.shares:
             commit.count(share.run, "ready", share.documents)
-        return len(good), int(lengths[good].sum())
+        return len(rows), int(lengths[rows].sum())
+
+    def _order(self, tokenized: Tokenized, failed: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows to pack, in their order, and how many tokens each shares with the one before, both int64 [n]."""
+        ids, offsets = tokenized.input_ids, tokenized.offsets
+        if not self._share_prefixes:
+            good = np.flatnonzero(~failed)
+            return good[longest_first(np.diff(offsets)[good])], np.zeros(len(good), np.int64)
+        order = prefix_order(ids, offsets)
+        rows = order[~failed[order]]
+        return rows, common_prefixes(ids, offsets, rows)
 
     def _encode(self, group: _Group, max_length: int) -> tuple[Tokenized, pa.Array]:
         encoding = group.encoding

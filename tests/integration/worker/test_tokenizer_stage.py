@@ -185,7 +185,7 @@ def test_texts_that_begin_alike_come_together_where_their_beginning_is_computed_
     heads = ["the quick brown fox jumps", "one two three four five", "x y z x y z x y z"]
     for _ in range(3):
         line.send(spec, [f"{head} {end}" for end in "abcd" for head in heads])
-    documents, _ = line.settle(budget=8 * MAX_LENGTH)
+    documents, _ = line.settle(budget=2 * MAX_LENGTH)
     batches = [batch.table.column("text_sha256").to_pylist() for _, batch in line.batches()]
     assert documents == sum(map(len, batches)) == 36
     names = {hashlib.sha256(f"{head} {end}".encode()).digest(): head for head in heads for end in "abcd"}

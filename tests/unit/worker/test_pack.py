@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from embedq_worker.pack import longest_first, plan_batches
+from embedq_worker.prefixes import MOST_WHOLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,25 @@ def test_every_document_is_in_one_batch_and_no_batch_of_several_exceeds_the_budg
         assert end == start + 1 or lengths[start:end].sum() <= budget
         # Nothing that would still fit is left to the next one.
         assert end == len(lengths) or lengths[start : end + 1].sum() > budget
+
+
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS, st.integers(1, 400), st.data())
+def test_what_neighbours_share_is_counted_once_in_each_batch_and_whole_documents_are_bounded(
+    lengths: np.ndarray, budget: int, data: st.DataObject
+) -> None:
+    shares = [data.draw(st.integers(0, min(a, b - 1))) for a, b in itertools.pairwise(lengths.tolist())]
+    common = np.array([0, *shares][: len(lengths)], np.int64)
+
+    def fits(start: int, end: int) -> bool:
+        computed = lengths[start:end].sum() - common[start + 1 : end].sum()
+        return bool(computed <= budget and lengths[start:end].sum() <= MOST_WHOLE * budget)
+
+    bounds = plan_batches(lengths, budget, common).tolist()
+    assert (bounds[0], bounds[-1]) == (0, len(lengths))
+    for start, end in itertools.pairwise(bounds):
+        assert end == start + 1 or fits(start, end)
+        assert end == len(lengths) or not fits(start, end + 1)
 
 
 @settings(deadline=None)

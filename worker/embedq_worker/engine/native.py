@@ -32,6 +32,7 @@ from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
 from embedq_worker.engine.tuning import check_memory, choose_batch_tokens, uniform_batch
 from embedq_worker.engine.weights import WeightReader
+from embedq_worker.prefixes import MOST_WHOLE
 
 
 class NativeEngine:
@@ -128,11 +129,14 @@ class NativeEngine:
             chosen = settings.max_batch_tokens
         longest = max(chosen, self.max_length)
         if self._device.type == "cuda":
-            # Texts that begin alike, but barely: their keys are gathered, and hardly a token is saved.
-            for tokens, text, alike in ((chosen, 128, 4), (self.max_length, self.max_length, 0)):
-                size = min(text, self.max_length)
+            text = min(128, self.max_length)
+            batches = [(chosen, text, 0), (self.max_length, self.max_length, 0)]
+            if self._checkpoint.shares_prefixes:
+                # As many texts as ever come together, of which as many tokens are computed.
+                batches.append((MOST_WHOLE * chosen, text, text - text // MOST_WHOLE))
+            for tokens, length, alike in batches:
                 try:
-                    self.encode(uniform_batch(tokens, size, vocab_size=config.vocab_size, alike=alike))
+                    self.encode(uniform_batch(tokens, length, vocab_size=config.vocab_size, alike=alike))
                 except EngineError as error:
                     raise ModelError(
                         f"a batch of {tokens} tokens does not fit this GPU ({error}); "

@@ -16,8 +16,8 @@ from embedq_worker.prefixes import common_prefixes, prefix_order
 
 TOKENS_STEP = 64
 TEXTS_STEP = 16
-_SHARED_AT_LEAST = 0.02
-"""Share of a batch's tokens from which common beginnings are computed once: rounding up would take less away again."""
+_SHARED_AT_LEAST = TOKENS_STEP
+"""Tokens from which common beginnings are computed once: rounding up would take less away again."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def plan_batch(batch: PackedBatch, device: torch.device, *, share: bool = False,
     if share and len(batch) > 1:
         by_prefix = prefix_order(batch.input_ids, batch.cu_seqlens)
         found = common_prefixes(batch.input_ids, batch.cu_seqlens, by_prefix)
-        if found.sum() >= _SHARED_AT_LEAST * len(batch.input_ids):
+        if found.sum() >= _SHARED_AT_LEAST:
             order, common = by_prefix, found
     shared = bool(common.any())
     lengths = batch.lengths.astype(np.int64)[order]

@@ -15,6 +15,7 @@ from embedq_schemas.errors import EngineError, ModelError
 
 from embedq_worker.checkpoint import DecoderConfig
 from embedq_worker.engine.base import PackedBatch
+from embedq_worker.prefixes import MOST_WHOLE
 
 #: Tokens of the texts a sweep is made of: a usual paragraph.
 _TEXT = 128
@@ -86,8 +87,8 @@ def check_memory(config: DecoderConfig, *, tokens: int, itemsize: int) -> None:
     import psutil
 
     width = 4 * config.hidden_size + 3 * config.intermediate_size
-    # Keys and values twice: those of texts that begin alike are gathered.
-    width += config.head_dim * (2 * config.num_heads + 4 * config.num_kv_heads)
+    # Keys and values of whole texts are gathered where texts begin alike.
+    width += config.head_dim * (2 * config.num_heads + (2 + 2 * MOST_WHOLE) * config.num_kv_heads)
     needed, free = tokens * width * itemsize, psutil.virtual_memory().available
     if needed > free:
         raise ModelError(
