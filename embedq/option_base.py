@@ -116,6 +116,7 @@ class Options(BaseSettings):
 def _plainly(message: str) -> str:
     """pydantic's words as a clause about a flag."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    message = re.sub(r"<[\w.]+: ('[^']*')>", r"\1", message)  # a member of an enumeration, as Python writes it
     return message.replace("Input should be", "must be", 1).replace("String should", "must", 1)
 
 

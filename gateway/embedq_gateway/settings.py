@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from embedq_schemas.encoding import OnLong
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field
 
 
 class GatewaySettings(BaseModel):
@@ -33,7 +34,7 @@ class GatewaySettings(BaseModel):
     cors_origins: tuple[str, ...] = Field(
         (), description="Origins of web pages that may call the gateway, comma-separated; * for any. None: no CORS."
     )
-    on_long: OnLong = Field(
+    on_long: Literal[OnLong.ERROR, OnLong.TRUNCATE] = Field(
         OnLong.ERROR,
         description="A text above the model's maximum: error answers 400, truncate cuts it. A request's "
         "`truncate` goes before.",
@@ -79,10 +80,3 @@ class GatewaySettings(BaseModel):
         256, ge=1, description="Batches that are not over, of all keys together; more are answered with 429."
     )
     grace_s: float = Field(30.0, gt=0, le=3600, description="Seconds requests may take to finish on SIGTERM or Ctrl-C.")
-
-    @field_validator("on_long")
-    @classmethod
-    def _whole(cls, on_long: OnLong) -> OnLong:
-        if on_long is OnLong.CHUNK:
-            raise ValueError("an input gets one vector; error and truncate are what a long one may get")
-        return on_long

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.settings import EngineSettings
+from embedq_worker.engine.tuning import values_per_token
 
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -86,6 +87,7 @@ def _plan(checkpoint: Checkpoint, settings: EngineSettings, *, native: bool) -> 
         "attention backend": settings.attention,
         "tensor parallel": str(settings.tensor_parallel),
         "max batch tokens": str(settings.max_batch_tokens),
+        "common beginnings": "computed once a batch" if native and checkpoint.shares_prefixes else "in each text",
         "last layer": "queries, output projection and MLP for last tokens only" if pruned else "whole",
         "vector": "pool"
         + "".join(f", {head.folder.name}" for head in checkpoint.dense)
@@ -105,9 +107,8 @@ def _parameters(checkpoint: Checkpoint) -> int:
 
 
 def _bytes_per_token(checkpoint: Checkpoint) -> int:
-    """Values alive at once for each token of a batch: the residual, one layer's widest pair of buffers."""
+    """Values alive at once for each token of a batch."""
     config = checkpoint.decoder
     if config is None:
         return 8 * checkpoint.hidden_size
-    attention = config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    return 4 * config.hidden_size + 3 * config.intermediate_size + attention
+    return values_per_token(config, shares_prefixes=checkpoint.shares_prefixes)

@@ -227,7 +227,10 @@ class _Loop:
         taken = sum(max(0, held - 1) for consumer, held in urgent.held.items() if consumer in self._embedders)
         waiting = urgent.undelivered if self._ahead else urgent.undelivered + taken
         full = waiting >= max(1, len(self._embedders))
-        self._note_full(full and not self._ahead)
+        if self._ahead:
+            self._full_since = None
+        else:
+            self._note_full(full)
         lanes = [] if full else [Lane.INTERACTIVE]
         return [*lanes, Lane.BULK] if bulk.undelivered < self._config.broker.max_ready_batches else lanes
 

@@ -213,8 +213,8 @@ def test_a_sweep_takes_the_fastest_batch_that_runs() -> None:
 
 
 def test_a_text_that_cannot_fit_memory_is_refused_at_start(checkpoint: Checkpoint) -> None:
-    from embedq_worker.engine.tuning import check_memory
+    from embedq_worker.engine.tuning import check_memory, values_per_token
 
     assert checkpoint.decoder is not None
     with pytest.raises(ModelError, match="lower max_length or max_batch_tokens"):
-        check_memory(checkpoint.decoder, tokens=10**12, itemsize=4)
+        check_memory(values_per_token(checkpoint.decoder, shares_prefixes=True), tokens=10**12, itemsize=4)

@@ -27,6 +27,7 @@ def test_inspect_tells_what_was_read_and_what_will_be_done(tmp_path: Path) -> No
     assert found.plan["engine"] == "native, packed"
     assert found.plan["vector"] == "pool, 2_Dense, slice to dimensions if asked, L2"
     assert found.plan["last layer"] == "whole"
+    assert found.plan["common beginnings"] == "in each text"
     stored = (path / "model.safetensors").stat().st_size
     assert 0.9 * stored < found.weight_bytes < stored
 

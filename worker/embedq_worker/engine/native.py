@@ -30,7 +30,7 @@ from embedq_worker.engine.memory import keep_freed_memory
 from embedq_worker.engine.ranks import RankProcesses
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
-from embedq_worker.engine.tuning import check_memory, choose_batch_tokens, uniform_batch
+from embedq_worker.engine.tuning import check_memory, choose_batch_tokens, uniform_batch, values_per_token
 from embedq_worker.engine.weights import WeightReader
 from embedq_worker.prefixes import MOST_WHOLE
 
@@ -143,7 +143,8 @@ class NativeEngine:
                         "lower max_length or max_batch_tokens, or raise tensor_parallel"
                     ) from None
         else:
-            check_memory(config, tokens=longest, itemsize=dtype.itemsize)
+            width = values_per_token(config, shares_prefixes=self._checkpoint.shares_prefixes)
+            check_memory(width, tokens=longest, itemsize=dtype.itemsize)
         return chosen
 
     def _set_threads(self, settings: EngineSettings, threads: int, size: int, dtype: torch.dtype) -> int:

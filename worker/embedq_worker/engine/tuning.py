@@ -82,13 +82,18 @@ def _sweep(encode: Callable[[PackedBatch], object], device_type: str, vocab_size
     return best, True
 
 
-def check_memory(config: DecoderConfig, *, tokens: int, itemsize: int) -> None:
-    """Raises ModelError where one forward pass of `tokens` tokens cannot fit this machine's free memory."""
+def values_per_token(config: DecoderConfig, *, shares_prefixes: bool) -> int:
+    """Values alive at once for each computed token of a batch: the residual, one layer's widest pair of buffers."""
+    # Keys and values of whole texts are gathered where texts begin alike.
+    gathered = 2 * MOST_WHOLE * config.num_kv_heads if shares_prefixes else 0
+    attention = config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads + gathered)
+    return 4 * config.hidden_size + 3 * config.intermediate_size + attention
+
+
+def check_memory(width: int, *, tokens: int, itemsize: int) -> None:
+    """Raises ModelError where `tokens` tokens of `width` values cannot fit this machine's free memory."""
     import psutil
 
-    width = 4 * config.hidden_size + 3 * config.intermediate_size
-    # Keys and values of whole texts are gathered where texts begin alike.
-    width += config.head_dim * (2 * config.num_heads + (2 + 2 * MOST_WHOLE) * config.num_kv_heads)
     needed, free = tokens * width * itemsize, psutil.virtual_memory().available
     if needed > free:
         raise ModelError(
