@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,32 @@ def test_a_sweep_takes_the_fastest_batch_that_runs() -> None:
         time.sleep(0.002 + tokens * (2e-6 if tokens < 2048 else 1e-6))
 
     assert tuning._sweep(encode, "cpu", 100, 128) == (2048, True)
+
+
+def test_a_batch_above_the_planned_memory_runs_in_parts(checkpoint: Checkpoint, native: Engine) -> None:
+    from embedq_worker.engine.native import NativeEngine
+    from embedq_worker.engine.plan import BatchPlan
+
+    small = load(checkpoint, max_batch_tokens=256)
+    assert isinstance(small, NativeEngine)
+    assert small._decoder is not None
+    rows: list[tuple[int, int]] = []
+    forward = small._decoder.forward
+
+    def recorded(plan: BatchPlan, progress: Callable[[], None]) -> Any:
+        rows.append((plan.rows, plan.total_tokens))
+        return forward(plan, progress)
+
+    small._decoder.forward = recorded  # type: ignore[method-assign]
+    rng = np.random.default_rng(0)
+    head = rng.integers(0, 500, 200).tolist()
+    apart = [rng.integers(0, 500, length).tolist() for length in (300, 10, 400, 200, 350, 1, 512)]
+    alike = [[*head, number] for number in range(40)]
+    for texts in (apart, alike):
+        batch = PackedBatch.of(texts)
+        assert np.abs(small.encode(batch) - native.encode(batch)).max() <= 1e-5
+    assert all(computed <= 512 and whole <= 2048 for computed, whole in rows)
+    assert max(whole for _, whole in rows) > 1024  # what is shared is not taken apart
 
 
 def test_a_text_that_cannot_fit_memory_is_refused_at_start(checkpoint: Checkpoint) -> None:

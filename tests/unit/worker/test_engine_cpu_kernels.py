@@ -59,7 +59,7 @@ def check_attention(
 ) -> None:
     packed = random(plan.total_tokens, heads + 2 * kv_heads, dim)
     q, k, v = packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
-    q = q[: plan.row_offsets[-1]]
+    q = q[: plan.rows]
     reference, kernel = SdpaAttention(), CpuAttention(kernels)
     reference.prepare(plan)
     kernel.prepare(plan)

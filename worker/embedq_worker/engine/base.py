@@ -26,6 +26,13 @@ class PackedBatch:
     def lengths(self) -> NDArray[np.int32]:
         return np.diff(self.cu_seqlens)
 
+    def halves(self) -> tuple[PackedBatch, PackedBatch]:
+        """The first half of the texts, and the others."""
+        middle = len(self) // 2
+        at = int(self.cu_seqlens[middle])
+        first = PackedBatch(self.input_ids[:at], self.cu_seqlens[: middle + 1])
+        return first, PackedBatch(self.input_ids[at:], self.cu_seqlens[middle:] - self.cu_seqlens[middle])
+
     @classmethod
     def of(cls, texts: list[list[int]]) -> PackedBatch:
         """Pack lists of token ids, in order."""

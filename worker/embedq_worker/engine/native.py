@@ -27,12 +27,16 @@ from embedq_worker.engine.gpu.flight import GpuFlight, LayerMark
 from embedq_worker.engine.group import Group, Solo
 from embedq_worker.engine.heads import finish, load_heads, pool
 from embedq_worker.engine.memory import keep_freed_memory
+from embedq_worker.engine.plan import TOKENS_STEP, BatchPlan
 from embedq_worker.engine.ranks import RankProcesses
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
 from embedq_worker.engine.tuning import check_memory, choose_batch_tokens, uniform_batch, values_per_token
 from embedq_worker.engine.weights import WeightReader
 from embedq_worker.prefixes import MOST_WHOLE
+
+_ROUNDING = 4 * TOKENS_STEP
+"""Tokens that a batch may have beyond what it was packed to: dummies, and beginnings too short to be shared."""
 
 
 class NativeEngine:
@@ -52,6 +56,7 @@ class NativeEngine:
         self.device = str(self._device)
         self._last_only = checkpoint.pooling == "lasttoken"
         self._steps = 0
+        self._planned: int | None = None  # tokens of a batch that fit; None while that is being found out
         self._ranks: RankProcesses | None = None
         if size > 1:
             self._ranks = RankProcesses(
@@ -104,7 +109,7 @@ class NativeEngine:
             "notes": "; ".join([*chosen.notes, *_warnings(dtype)]),
         }
         try:
-            self.max_batch_tokens = self._plan_memory(config, settings, dtype)
+            self.max_batch_tokens = self._planned = self._plan_memory(config, settings, dtype)
         except BaseException:
             self.close()
             raise
@@ -199,16 +204,25 @@ class NativeEngine:
         count = len(batch)
         if count == 0:
             return torch.empty(0, width)
-        if self._ranks is not None:
-            self._ranks.send(batch)
         try:
             with torch.inference_mode(), self._on_device():
                 plan = self._decoder.plan(batch)
+                if count > 1 and self._exceeds(plan):
+                    parts = (self._forward(part, dimensions, normalize, progress) for part in batch.halves())
+                    return torch.cat(list(parts))
+                if self._ranks is not None:
+                    self._ranks.send(batch)
                 hidden = self._decoder.forward(plan, progress)
                 pooled = hidden.float() if self._last_only else pool(hidden, plan, self._checkpoint.pooling)
                 return plan.in_order(finish(pooled, self._heads, width, normalize=normalize), count)
         except (RuntimeError, MemoryError) as error:
             raise self._failure(batch, error) from error
+
+    def _exceeds(self, plan: BatchPlan) -> bool:
+        """Whether memory was planned for less: the batch was packed for an embedder that takes more at once."""
+        if self._planned is None:
+            return False
+        return plan.rows > self._planned + _ROUNDING or plan.total_tokens > MOST_WHOLE * (self._planned + _ROUNDING)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels of our own launch on the thread's current GPU."""

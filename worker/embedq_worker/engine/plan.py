@@ -45,6 +45,10 @@ class BatchPlan:
     offsets: tuple[int, ...]
 
     @property
+    def rows(self) -> int:
+        return self.row_offsets[-1]
+
+    @property
     def total_tokens(self) -> int:
         return self.offsets[-1]
 

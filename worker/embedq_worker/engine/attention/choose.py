@@ -69,7 +69,7 @@ def _compare(attention: Attention, shape: HeadShape, device: torch.device, dtype
     k, v = packed[:, shape.heads : -shape.kv_heads], packed[:, -shape.kv_heads :]
     reference = SdpaAttention()
     for plan, window in itertools.product(plans, dict.fromkeys((None, *shape.windows))):
-        q = packed[: plan.row_offsets[-1], : shape.heads]
+        q = packed[: plan.rows, : shape.heads]
         attention.prepare(plan)
         reference.prepare(plan)
         wanted = reference(q.float(), k.float(), v.float(), causal=shape.causal, window=window)
