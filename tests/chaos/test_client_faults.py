@@ -16,7 +16,7 @@ from embedq_broker.registry import Registry
 from embedq_producer.client import Client
 from embedq_schemas.errors import RunCancelledError
 from embedq_schemas.names import Lane
-from embedq_schemas.run import RunStatus
+from embedq_schemas.run import RunState, RunStatus
 from proxy import Proxy
 from servers import Server
 from waiting import wait_until
@@ -59,13 +59,18 @@ def test_a_reply_lost_under_an_embedding_doubles_nothing_and_cut_connections_los
         except Exception as error:
             ended.append(error)
 
+    def sent() -> list[RunState]:
+        # A run is there a moment before its document.
+        states = registry.runs()
+        return states if len(states) == 5 and all(state.counters.input for state in states) else []
+
     with Client(proxy.url, "q") as client:
         client.backlog()
         proxy.lose_reply(b"EVALSHA")
         callers = [threading.Thread(target=embed) for _ in range(5)]
         for caller in callers:
             caller.start()
-        states = wait_until(lambda: len(found := registry.runs()) == 5 and found, timeout_s=60)
+        states = wait_until(sent, timeout_s=60)
         assert [state.counters.input for state in states] == [1] * 5
         assert proxy.lost == 1
         for _ in range(3):
