@@ -43,12 +43,14 @@ def common_prefixes(
     starts, lengths = offsets[:-1].astype(np.int64)[order], np.diff(offsets).astype(np.int64)[order]
     most = np.minimum(lengths[:-1], lengths[1:] - 1)
     most[ids[starts[:-1]] != ids[starts[1:]]] = 0
-    # All pairs are compared in one go; a pair's tokens lie between its `begins` and `ends`.
-    ends = np.cumsum(most)
-    begins = ends - most
-    within = np.arange(ends[-1]) - np.repeat(begins, most)
-    differ = np.flatnonzero(ids[np.repeat(starts[:-1], most) + within] != ids[np.repeat(starts[1:], most) + within])
-    # Of each pair the first difference at or behind its beginning, unless that is another pair's.
-    first = np.append(differ, ends[-1])[np.searchsorted(differ, begins)]
-    common[1:] = np.minimum(first, ends) - begins
+    # Pairs that are equal so far, compared over the next `width` tokens: most differ soon.
+    pairs, at, width = np.flatnonzero(most), 0, 16
+    while len(pairs):
+        places = at + np.arange(width)
+        inside = places < most[pairs, None]
+        one, other = (np.where(inside, first[pairs, None] + places, 0) for first in (starts[:-1], starts[1:]))
+        same = inside & (ids[one] == ids[other])
+        equal = np.where(same.all(axis=1), width, same.argmin(axis=1))
+        common[pairs + 1] += equal
+        pairs, at, width = pairs[equal == width], at + width, 2 * width
     return common
