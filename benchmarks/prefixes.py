@@ -4,9 +4,9 @@
 
 A random Qwen3-Embedding-0.6B-shaped checkpoint in bfloat16 embeds token batches as the tokenizer stage packs them:
 longest first with every token computed, and by prefix with common beginnings computed once. Batches of both kinds,
-taken from all over the input, take turns, so that a shared machine disturbs both alike. Two inputs: documents of the
-corpus, and questions (first lines of documents) behind the instruction that Qwen3-Embedding asks for. Tokens are those
-of the texts, computed or not.
+taken from all over the input, take turns, so that a shared machine disturbs both alike. Two inputs: the first
+documents of the corpus, and their first lines as questions behind the instruction that Qwen3-Embedding asks for.
+Tokens are those of the texts, computed or not.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The cost of a packed batch is its token count, so a plan is good when batches are full. Documents are taken longest
 first: neighbours then have similar lengths, which keeps attention's working set even and leaves the short documents
-to fill what remains. Where the model computes common beginnings once, those that begin alike come together instead.
+to fill what remains. Where the model computes common beginnings once, and there are some, those that begin alike come
+together instead: batches may be less full then, but more texts are done with the same tokens.
 Order inside a run carries no meaning (`ordinal` does), so nothing is lost by either.
 """
 

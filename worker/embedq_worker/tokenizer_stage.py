@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BATCH_TOKENS = 2048
 """Budget while no embedder has said what it wants."""
+_WORTH_SHARING = 0.02
+"""Share of a window's tokens that common beginnings must save: longest first, batches are fuller."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +225,14 @@ class TokenizerStage:
     def _order(self, tokenized: Tokenized, failed: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows to pack, in their order, and how many tokens each shares with the one before, both int64 [n]."""
         ids, offsets = tokenized.input_ids, tokenized.offsets
-        if not self._share_prefixes:
-            good = np.flatnonzero(~failed)
-            return good[longest_first(np.diff(offsets)[good])], np.zeros(len(good), np.int64)
-        order = prefix_order(ids, offsets)
-        rows = order[~failed[order]]
-        return rows, common_prefixes(ids, offsets, rows)
+        if self._share_prefixes:
+            order = prefix_order(ids, offsets)
+            rows = order[~failed[order]]
+            common = common_prefixes(ids, offsets, rows)
+            if common.sum() >= _WORTH_SHARING * len(ids):
+                return rows, common
+        good = np.flatnonzero(~failed)
+        return good[longest_first(np.diff(offsets)[good])], np.zeros(len(good), np.int64)
 
     def _encode(self, group: _Group, max_length: int) -> tuple[Tokenized, pa.Array]:
         encoding = group.encoding

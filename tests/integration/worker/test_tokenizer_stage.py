@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import redis
@@ -193,6 +194,18 @@ def test_texts_that_begin_alike_come_together_where_their_beginning_is_computed_
     assert len(batches) > 1
     # Every head once, but for a batch that ends amid its texts.
     assert len(runs_of_heads) <= len(heads) + len(batches) - 1
+
+
+def test_texts_with_little_in_common_come_longest_first_all_the_same(
+    redis_client: redis.Redis, tokenizer: TextTokenizer
+) -> None:
+    line = Line(redis_client, tokenizer, share_prefixes=True)
+    line.send(line.run("r"), ["b" * 3, "the quick brown fox", "one two three four", "x y"])
+    line.settle(budget=100)
+    ((_, batch),) = line.batches()
+    lengths = np.diff(batch.cu_seqlens).tolist()
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1]
 
 
 def test_runs_of_equal_options_share_batches_and_others_do_not(line: Line, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -239,9 +240,17 @@ def test_a_batch_above_the_planned_memory_runs_in_parts(checkpoint: Checkpoint, 
     assert max(whole for _, whole in rows) > 1024  # what is shared is not taken apart
 
 
-def test_a_text_that_cannot_fit_memory_is_refused_at_start(checkpoint: Checkpoint) -> None:
+def test_a_text_that_cannot_fit_memory_is_refused_at_start(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from embedq_worker.engine.tuning import check_memory, values_per_token
 
     assert checkpoint.decoder is not None
+    # A text alone gathers no keys.
+    needed = values_per_token(checkpoint.decoder, shares_prefixes=False) * checkpoint.max_length * 4
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=needed))
+    assert load(checkpoint, max_batch_tokens=64).max_batch_tokens == 64
+    with pytest.raises(ModelError, match="lower max_length or max_batch_tokens"):
+        load(checkpoint, max_batch_tokens=checkpoint.max_length)
     with pytest.raises(ModelError, match="lower max_length or max_batch_tokens"):
         check_memory(values_per_token(checkpoint.decoder, shares_prefixes=True), tokens=10**12, itemsize=4)

@@ -132,7 +132,6 @@ class NativeEngine:
             )
         else:
             chosen = settings.max_batch_tokens
-        longest = max(chosen, self.max_length)
         if self._device.type == "cuda":
             text = min(128, self.max_length)
             batches = [(chosen, text, 0), (self.max_length, self.max_length, 0)]
@@ -148,8 +147,11 @@ class NativeEngine:
                         "lower max_length or max_batch_tokens, or raise tensor_parallel"
                     ) from None
         else:
-            width = values_per_token(config, shares_prefixes=self._checkpoint.shares_prefixes)
-            check_memory(width, tokens=longest, itemsize=dtype.itemsize)
+            shares = self._checkpoint.shares_prefixes
+            # A text alone has nothing to share, however long it is.
+            for tokens, sharing in ((chosen, shares), (self.max_length, False)):
+                width = values_per_token(config, shares_prefixes=sharing)
+                check_memory(width, tokens=tokens, itemsize=dtype.itemsize)
         return chosen
 
     def _set_threads(self, settings: EngineSettings, threads: int, size: int, dtype: torch.dtype) -> int:

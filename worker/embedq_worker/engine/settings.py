@@ -37,7 +37,8 @@ class EngineSettings(BaseModel):
     )
     max_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="Tokens one forward pass takes; a larger value needs more memory. auto: measured once a device.",
+        description="Tokens one forward pass computes; a larger value needs more memory, and lets longer common "
+        "beginnings be computed once. auto: measured once a device.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
