@@ -38,15 +38,29 @@ class Progress:
     ticks: int = 0
     documents: int = 0
     tokens: int = 0
-    detail: str = ""
+    #: What keeps finished work from being written, why, and since when.
+    held: tuple[str, str, float] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def enter(self, state: str, detail: str = "") -> None:
+    def enter(self, state: str) -> None:
         """Change state, and count it as progress."""
         if state != self.state:
             self.since = time.monotonic()
-        self.state, self.detail = state, detail
+        self.state = state
         self.ticks += 1
+
+    def hold(self, state: str, reason: str) -> None:
+        """Show `state` with its reason until `let_go`, whatever else this process does; counts as progress."""
+        self.held = (state, reason, self.held[2] if self.held else time.monotonic())
+        self.ticks += 1
+
+    def let_go(self) -> None:
+        """What was held is written, or given up."""
+        self.held = None
+
+    def shown(self) -> tuple[str, str, float]:
+        """State, its reason if it has one, and since when."""
+        return self.held or (self.state, "", self.since)
 
     def done(self, documents: int, tokens: int) -> None:
         """Count committed work."""
@@ -108,7 +122,7 @@ class Keeper:
                     renewed = now
                     for stream, entry_id in self._consumer.renew():
                         log.warning("lease of %s in %s was taken over by another worker", entry_id, stream)
-                self._beat("stuck" if stuck_s >= lease_s else self._progress.state)
+                self._beat("stuck" if stuck_s >= lease_s else None)
             except RedisError as error:
                 log.warning("cannot renew leases: %s", error)
                 # Whoever waits for the server is not stuck: the clock starts when it answers again.
@@ -122,8 +136,9 @@ class Keeper:
                 # A hung device call cannot be interrupted from Python; only the process's end frees it.
                 os._exit(EXIT_STUCK)
 
-    def _beat(self, state: str) -> None:
+    def _beat(self, state: str | None) -> None:
         progress = self._progress
+        shown, reason, since = progress.shown()
         beat(
             self._client,
             self._keys,
@@ -134,13 +149,13 @@ class Keeper:
                 pid=os.getpid(),
                 started_at=self._started_at,
                 at=time.time(),
-                state=state,
-                state_s=time.monotonic() - progress.since,
+                state=state or shown,
+                state_s=time.monotonic() - since,
                 held=self._consumer.held(),
                 documents=progress.documents,
                 tokens=progress.tokens,
                 max_batch_tokens=self._max_batch_tokens,
-                detail=progress.detail,
+                detail=reason,
             ),
         )
 

@@ -356,18 +356,21 @@ class Writer:
         """Retry while the disk refuses, up to the configured patience, with the work in hand."""
         started = time.monotonic()
         wait_s = 0.1
-        while True:
-            try:
-                return attempt()
-            except CommittedFileError:
-                raise
-            except StorageError as error:
-                if self._draining.is_set() or time.monotonic() - started >= self._storage_patience_s:
+        try:
+            while True:
+                try:
+                    return attempt()
+                except CommittedFileError:
                     raise
-                log.warning("holding finished vectors: %s", error)
-                self._progress.enter("waiting for storage", str(error))
-                time.sleep(wait_s)
-                wait_s = min(wait_s * 2, 5.0)
+                except StorageError as error:
+                    if self._draining.is_set() or time.monotonic() - started >= self._storage_patience_s:
+                        raise
+                    log.warning("holding finished vectors: %s", error)
+                    self._progress.hold("waiting for storage", str(error))
+                    time.sleep(wait_s)
+                    wait_s = min(wait_s * 2, 5.0)
+        finally:
+            self._progress.let_go()
 
     def _send(self, commit: Commit, durability: Durability) -> Committed:
         def attempt() -> Committed:

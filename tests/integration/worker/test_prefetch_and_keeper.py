@@ -121,6 +121,11 @@ def test_a_restarted_server_costs_no_batch(
     assert taken.batch is not None
 
 
+def shown(client: redis.Redis) -> tuple[str, str]:
+    (beat,) = heartbeats(client, KEYS)
+    return beat.state, beat.detail
+
+
 def test_leases_are_renewed_while_something_moves_and_let_go_when_nothing_does(
     redis_client: redis.Redis, redis_url: str
 ) -> None:
@@ -143,4 +148,10 @@ def test_leases_are_renewed_while_something_moves_and_let_go_when_nothing_does(
         until(lambda: heartbeats(redis_client, KEYS)[0].state == "stuck", "a stuck worker does not say so")
         progress.enter("working")
         until(lambda: heartbeats(redis_client, KEYS)[0].state == "working", "it does not recover")
+        # What holds the writer is not hidden by what the thread beside it does.
+        progress.hold("waiting for storage", "no space")
+        progress.enter("idle")
+        until(lambda: shown(redis_client) == ("waiting for storage", "no space"), "nobody hears of the disk")
+        progress.let_go()
+        until(lambda: shown(redis_client) == ("idle", ""), "it goes on being held")
         keeper.stop()

@@ -161,7 +161,7 @@ def test_a_disk_that_refuses_for_a_while_costs_time_and_no_rows(bench: Bench) ->
     in_the_way = block(bench)
     bench.make(flush_interval_s=0.01).start()
     bench.writer.submit(bench.embedded(Share("r", 2)))
-    until(lambda: bench.progress.state == "waiting for storage", "the writer does not say that it waits")
+    until(lambda: bench.progress.shown()[0] == "waiting for storage", "the writer does not say that it waits")
     assert bench.open_work() == 1
     in_the_way.unlink()
     until(lambda: bench.open_work() == 0, "the writer does not go on")
@@ -218,7 +218,7 @@ def test_a_writer_that_ended_does_not_keep_its_process(bench: Bench) -> None:
     )
     writer.start()
     writer.submit(bench.embedded(Share("r", 1)))
-    until(lambda: bench.progress.state == "waiting for storage", "the writer does not wait")
+    until(lambda: bench.progress.shown()[0] == "waiting for storage", "the writer does not wait")
     writer.submit(bench.embedded(Share("r", 1)))
     ended: list[BaseException] = []
 
