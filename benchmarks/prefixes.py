@@ -20,13 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from embedq_worker.checkpoint import load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
 from embedq_worker.engine import plan as planning
 from embedq_worker.pack import longest_first, plan_batches
 from embedq_worker.prefixes import common_prefixes, prefix_order
-from engine import cosine, make_checkpoint
+from engine import computed, cosine, make_checkpoint
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -79,7 +78,7 @@ class Batches:
 
     def _computed(self, batch: PackedBatch) -> int:
         planning._SHARED_AT_LEAST = self._share
-        return planning.plan_batch(batch, torch.device("cpu"), share=True).rows
+        return computed(batch)
 
 
 def compare(engine: Engine, name: str, texts: PackedBatch, batches: int) -> None:

@@ -271,7 +271,8 @@ class Registry:
 
     def cancel_many(self, runs: Sequence[str]) -> None:
         """Ask for the cancellation of runs, in one round trip; those unknown, or over, stay as they are."""
-        replies = scripts.call_many(self._client, [cancel_call(self.keys, run) for run in runs], allow_oom=True)
+        calls = [_transition_call(self.keys, run, RunStatus.CANCELLING, _OPEN) for run in runs]
+        replies = scripts.call_many(self._client, calls, allow_oom=True)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
@@ -370,11 +371,6 @@ def _transition_call(
     keys: Keys, run: str, to: RunStatus, allowed: Sequence[RunStatus], error: str = ""
 ) -> scripts.Call:
     return "transition", [keys.run(run), keys.events], [to, error, int(to.terminal), *allowed]
-
-
-def cancel_call(keys: Keys, run: str) -> scripts.Call:
-    """The script call behind `Registry.cancel`, for many runs at once; to be run with `allow_oom`."""
-    return _transition_call(keys, run, RunStatus.CANCELLING, _OPEN)
 
 
 def forget_call(keys: Keys, run: str) -> scripts.Call:

@@ -20,7 +20,7 @@ from embedq_broker import scripts
 from embedq_broker.connect import translate
 from embedq_broker.keys import Keys
 from embedq_broker.outcome import Cursor, Look, look_at
-from embedq_broker.registry import cancel_call, forget_call
+from embedq_broker.registry import Registry, forget_call
 from embedq_broker.scripts import text
 from embedq_schemas.errors import UsageError
 from redis.exceptions import RedisError
@@ -134,7 +134,7 @@ class Watcher:
         self._fail(UsageError("the client was closed"))
         with suppress(RedisError):
             self._forget_done()
-            scripts.call_many(self._client, [cancel_call(self._keys, run) for run in lost], allow_oom=True)
+            Registry(self._client, self._keys).cancel_many(lost)
 
     def _last_event(self) -> str:
         entries: Any = self._client.xrevrange(self._keys.events, count=1)
