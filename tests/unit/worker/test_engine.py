@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -182,6 +183,30 @@ def test_settings_are_checked(wrong: dict[str, Any]) -> None:
 def test_importing_the_engine_imports_no_torch() -> None:
     code = "import embedq_worker.engine, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_the_threads_of_products_wait_briefly_unless_the_user_chose(
+    checkpoint: Checkpoint, chosen: dict[str, str], spins: str
+) -> None:
+    """What the OpenMP runtime itself says that it read, which it does once, when torch is imported."""
+    code = (
+        "import sys\n"
+        "from embedq_worker.checkpoint import load_checkpoint\n"
+        "from embedq_worker.engine import EngineSettings, load_engine\n"
+        "load_engine(load_checkpoint(sys.argv[1]), EngineSettings(device='cpu', max_batch_tokens=64))\n"
+    )
+    unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    run = subprocess.run(
+        [sys.executable, "-c", code, checkpoint.path],
+        env=unset | chosen | {"OMP_DISPLAY_ENV": "verbose"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert f"GOMP_SPINCOUNT = '{spins}'" in run.stderr
 
 
 def test_the_batch_size_is_measured_once_and_remembered(

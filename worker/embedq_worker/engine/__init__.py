@@ -5,6 +5,7 @@ from __future__ import annotations
 from embedq_worker.checkpoint import Checkpoint
 from embedq_worker.engine.base import Engine, PackedBatch
 from embedq_worker.engine.settings import EngineSettings
+from embedq_worker.engine.threads import spin_briefly
 
 __all__ = ["Engine", "EngineSettings", "PackedBatch", "load_engine"]
 
@@ -15,6 +16,7 @@ def load_engine(checkpoint: Checkpoint, settings: EngineSettings) -> Engine:
         from embedq_worker.engine.null import NullEngine
 
         return NullEngine(checkpoint, settings)
+    spin_briefly()
     if settings.kind == "native" or (settings.kind == "auto" and checkpoint.decoder is not None):
         from embedq_worker.engine.native import NativeEngine
 
