@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import torch
 from embedq_worker.engine.base import PackedBatch
-from embedq_worker.engine.plan import TEXTS_STEP, TOKENS_STEP, plan_batch
+from embedq_worker.engine.plan import TEXTS_STEP, TOKENS_STEP, plan_batch, round_up_to_step
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 def test_rounding_keeps_the_batch_in_front_and_fills_both_numbers_up(lengths: list[int]) -> None:
     batch = PackedBatch.of([[7] * length for length in lengths])
     plan = plan_batch(batch, CPU, round_up=True)
-    assert plan.total_tokens % TOKENS_STEP == 0
-    assert len(plan) % TEXTS_STEP == 0
+    assert plan.total_tokens == round_up_to_step(plan.total_tokens, TOKENS_STEP)
+    assert len(plan) == round_up_to_step(len(plan), TEXTS_STEP)
     np.testing.assert_array_equal(plan.input_ids[: len(batch.input_ids)], batch.input_ids.astype(np.int64))
     assert plan.offsets[: len(batch) + 1] == tuple(batch.cu_seqlens.tolist())
     assert plan.row_offsets == plan.offsets
@@ -27,9 +27,22 @@ def test_rounding_keeps_the_batch_in_front_and_fills_both_numbers_up(lengths: li
     dummies = np.diff(plan.offsets)[len(batch) :]
     assert dummies.min(initial=1) >= 1
     assert dummies.max(initial=0) <= 2 * TOKENS_STEP
-    assert plan.total_tokens - len(batch.input_ids) < 2 * TOKENS_STEP
+    assert plan.total_tokens - len(batch.input_ids) < min(2 * TOKENS_STEP, 2 + len(batch.input_ids) // 4)
     vectors = torch.arange(len(plan)).unsqueeze(1)
     assert plan.in_order(vectors, len(batch)).squeeze(1).tolist() == list(range(len(batch)))
+
+
+def test_sizes_come_in_few_numbers_and_a_short_text_alone_is_hardly_longer() -> None:
+    sizes = {round_up_to_step(tokens, TOKENS_STEP) for tokens in range(1, 4097)}
+    # oneDNN keeps 1,024 kernels, and each size takes one for each of a layer's products.
+    assert len(sizes) < 120
+    assert [plan_batch(PackedBatch.of([[7] * n]), CPU, round_up=True).rows for n in (1, 10, 17, 40, 100)] == [
+        1,
+        10,
+        18,
+        40,
+        104,
+    ]
 
 
 ENDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
