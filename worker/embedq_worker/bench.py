@@ -68,7 +68,7 @@ class MatrixRate:
     def __init__(self, checkpoint: Checkpoint, engine: Engine, *, rows: int | None = None) -> None:
         import torch
 
-        from embedq_worker.engine.linear import can_pack, make_linear
+        from embedq_worker.engine.linear import make_linear, pays_to_pack
 
         config = decoder_of(checkpoint)
         device, dtype = torch.device(engine.device), getattr(torch, engine.description.get("dtype", "float32"))
@@ -77,7 +77,7 @@ class MatrixRate:
         shapes = [(query + 2 * key_value, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)]
         self._rows = rows or (8192 if device.type == "cuda" else 2048)
         self._device = device
-        packed_rows = self._rows if can_pack(dtype, device) else None
+        packed_rows = self._rows if pays_to_pack(dtype, device) else None
         self._flops = sum(2 * self._rows * outputs * columns for outputs, columns in shapes)
         self._products = [
             make_linear(torch.randn(shape, device=device).to(dtype), packed_rows=packed_rows) for shape in shapes

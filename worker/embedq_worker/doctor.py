@@ -87,12 +87,12 @@ def _attention() -> Iterator[Finding]:
 def _compilers() -> Iterator[Finding]:
     import torch
 
-    from embedq_worker.engine.linear import can_pack
+    from embedq_worker.engine.linear import pays_to_pack
     from embedq_worker.engine.ops import EagerOps, fused_ops
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         ops, passed = fused_ops(device, torch.bfloat16)
         yield Finding("fused operations", "missing" if type(ops) is EagerOps else "ok", "; ".join([ops.name, *passed]))
-    packed = can_pack(torch.bfloat16, torch.device("cpu"))
+    packed = pays_to_pack(torch.bfloat16, torch.device("cpu"))
     yield Finding("packed bfloat16 products", "ok" if packed else "missing", "oneDNN" if packed else "not on this CPU")

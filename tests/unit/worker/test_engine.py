@@ -185,6 +185,37 @@ def test_importing_the_engine_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_packed_and_plain_float32_products_agree(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of the two a machine takes is measured, so each has to be right wherever tests run."""
+    from embedq_worker.engine import linear
+
+    made = load_checkpoint(str(generate_checkpoint(tmp_path, family=family, intermediate_size=88)))
+    vectors = []
+    for packs, kind in ((False, linear.PlainLinear), (True, linear.PackedLinear)):
+        monkeypatch.setattr(linear, "_packed_float32_is_faster", lambda _, packs=packs: packs)
+        with monkeypatch.context() as patch:
+            used = {linear.PlainLinear: 0, linear.PackedLinear: 0}
+            for each in used:
+                patch.setattr(each, "__call__", counted(each, used))
+            engine = load(made)
+            vectors.append(engine.encode(PackedBatch.of([[1, 2, 3], list(range(200)), [9]])))
+        assert used[kind] > 0
+        assert sum(used.values()) == used[kind]
+    assert np.abs(vectors[0] - vectors[1]).max() <= 1e-6
+
+
+def counted(kind: type[Any], used: dict[type[Any], int]) -> Callable[..., Any]:
+    """`kind`'s product, counted in `used`."""
+    product = kind.__call__
+
+    def call(self: Any, x: Any) -> Any:
+        used[kind] += 1
+        return product(self, x)
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("chosen", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
 )

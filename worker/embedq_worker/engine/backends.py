@@ -13,7 +13,7 @@ from embedq_worker.engine.cpu.kernels import CpuKernels, cpu_kernels
 from embedq_worker.engine.cpu.ops import CpuAttention, CpuOps
 from embedq_worker.engine.decoder import Backends
 from embedq_worker.engine.group import Group
-from embedq_worker.engine.linear import can_pack
+from embedq_worker.engine.linear import pays_to_pack
 from embedq_worker.engine.ops import EagerOps, LayerOps, fused_ops
 from embedq_worker.engine.settings import EngineSettings
 from embedq_worker.engine.shard import share_of
@@ -43,7 +43,9 @@ def choose_backends(
     group: Group,
 ) -> Chosen:
     """Raises ModelError where a backend was asked for by name and does not work here."""
-    packed_rows = _PACKED_ROWS if can_pack(dtype, device) else None
+    # What is measured may differ from rank to rank, and all have to round batches alike.
+    packs = (group.size == 1 or dtype is torch.bfloat16) and pays_to_pack(dtype, device)
+    packed_rows = _PACKED_ROWS if packs else None
     kernels, notes = _kernels(config, settings, device, dtype, threads, group)
     ops: LayerOps = EagerOps()
     if kernels is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import time
 from typing import Protocol
 
 import torch
@@ -27,7 +30,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """A CPU bfloat16 product whose weight is in the blocked layout oneDNN would otherwise make at every call."""
+    """A CPU product whose weight is in the blocked layout that oneDNN would otherwise make at every call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
@@ -45,11 +48,26 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, *, packed_rows: int 
     return PackedLinear(weight, bias, packed_rows)
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN has packed bfloat16 products here."""
-    return (
-        device.type == "cpu"
-        and dtype is torch.bfloat16
-        and torch._C._has_mkldnn
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+def pays_to_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN's packed products are the faster ones here. Measured for float32, with torch's present threads."""
+    if device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32 and _packed_float32_is_faster(torch.get_num_threads())
+
+
+@functools.cache
+def _packed_float32_is_faster(threads: int) -> bool:
+    """With `threads` threads, which torch has now. Its plain products are MKL's, good on some makers' CPUs only."""
+    x, weight = torch.ones(512, 1024), torch.ones(2048, 1024)
+    products: tuple[Linear, Linear] = (PlainLinear(weight), PackedLinear(weight, None, len(x)))
+    best = [math.inf, math.inf]
+    with torch.inference_mode():
+        for _ in range(6):  # the best of several, in turns: what else happens only ever makes it slower
+            for kind, product in enumerate(products):
+                start = time.perf_counter()
+                product(x)
+                best[kind] = min(best[kind], time.perf_counter() - start)
+    plain, packed = best
+    return packed < 0.95 * plain
