@@ -18,6 +18,7 @@ import os
 import resource
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,11 @@ from embedq_worker.checkpoint import decoder_of, load_checkpoint
 from embedq_worker.engine import Engine, EngineSettings, PackedBatch, load_engine
 from embedq_worker.engine.generate import generate_checkpoint
 from numpy.typing import NDArray
+
+#: Between engines that take turns at once: the threads of the last one may still spin.
+_PAUSE_S = 0.05
+#: Rivals run in the user's environment, without what our engine adds to this process's.
+_ENVIRONMENT = dict(os.environ)
 
 
 @dataclass(frozen=True)
@@ -87,56 +93,34 @@ def run_embedq(engine: Engine, texts: list[list[int]], rate: MatrixRate, paramet
     return Run(sum(map(len, texts)) / seconds, tuple(shares), switched, np.concatenate(rows))
 
 
-class SentenceTransformers:
-    """The reference library, bfloat16, all cores."""
+class Rival:
+    """Another engine in a process of its own: a line of JSON in, one with seconds and vectors out."""
 
-    def __init__(self, path: Path, cores: int) -> None:
-        import torch
-        from sentence_transformers import SentenceTransformer
-
-        self._torch, self._cores = torch, cores
-        self._model = SentenceTransformer(str(path), device="cpu", model_kwargs={"dtype": torch.bfloat16})
-
-    def run(self, documents: list[str], batch_size: int | None) -> tuple[float, NDArray[np.float32]]:
-        """Seconds and vectors; batch_size None is the library's default."""
-        threads = self._torch.get_num_threads()
-        self._torch.set_num_threads(self._cores)
-        options = {} if batch_size is None else {"batch_size": batch_size}
-        start = time.perf_counter()
-        vectors: NDArray[np.float32] = self._model.encode(documents, **options)
-        seconds = time.perf_counter() - start
-        self._torch.set_num_threads(threads)
-        return seconds, vectors
-
-
-class Vllm:
-    """vLLM in its own interpreter, idle between runs."""
-
-    def __init__(self, python: Path, path: Path, log: Path) -> None:
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_SLEEP_WHEN_IDLE": "1",
-        }
-        command = [str(python), str(Path(__file__).with_name("vllm_embed.py")), str(path), "2048"]
-        self._log = log.open("wb")
+    def __init__(self, name: str, command: list[str], log: Path, **environment: str) -> None:
+        self._name, self._log = name, log.open("wb")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=_ENVIRONMENT | environment,
+            text=True,
         )
+        atexit.register(self.close)
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"vLLM ended with status {self._process.wait()}; its log is {self._log.name}")
+            raise SystemExit(f"{self._name} ended with status {self._process.wait()}; its log is {self._log.name}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def run(self, texts: list[list[int]]) -> tuple[float, NDArray[np.float32]]:
+    def run(self, request: object) -> tuple[float, NDArray[np.float32]]:
+        """Seconds that the other process measured, and its vectors."""
         assert self._process.stdin is not None
-        print(json.dumps(texts), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._answer()
         return float(answer["seconds"]), np.asarray(answer["vectors"], np.float32)
 
@@ -213,7 +197,7 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
     rate = MatrixRate(checkpoint, engine)
     rate.measure()
     engine.encode(next(packed(texts, engine.max_batch_tokens)))
-    rivals = make_rivals(options, path, scratch, texts, documents)
+    runners = make_rivals(options, path, scratch, texts, documents)
     runs: list[Run] = []
     speeds: dict[str, list[float]] = {}
     ratios: dict[str, list[float]] = {}
@@ -222,8 +206,8 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
         tokens = sum(map(len, texts[part]))
         runs.append(run_embedq(engine, texts[part], rate, parameters))
         print(runs[-1], flush=True)
-        for name, rival in rivals.items():
-            seconds, vectors = rival(texts[part], documents[part])
+        for name, runner in runners.items():
+            seconds, vectors = runner(texts[part], documents[part])
             before = runs[-1].tokens_per_second
             runs.append(run_embedq(engine, texts[part], rate, parameters))
             speeds.setdefault(name, []).append(tokens / seconds)
@@ -248,36 +232,61 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
             f"{name}: median {middle:.1f}, best {best:.1f} tokens/s; "
             f"embedq is {statistics.median(values):.2f}x (median of slices), {fastest / best:.2f}x (best against best)"
         )
+    questions = [text.partition("\n")[0] for text in documents[::4]]
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(questions)]
+    one_at_a_time(engine, ids, questions, runners)
 
 
-Rival = Callable[[list[list[int]], list[str]], tuple[float, NDArray[np.float32]]]
+def one_at_a_time(engine: Engine, texts: list[list[int]], questions: list[str], runners: dict[str, Runner]) -> None:
+    """Print the median time of a question that comes alone, every engine in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in ("embedq", *runners)}
+    for ids, question in zip(texts, questions, strict=True):
+        start = time.perf_counter()
+        engine.encode(PackedBatch.of([ids]))
+        seconds["embedq"].append(time.perf_counter() - start)
+        time.sleep(_PAUSE_S)
+        for name, runner in runners.items():
+            seconds[name].append(runner([ids], [question])[0])
+            time.sleep(_PAUSE_S)
+    print(f"\n{len(texts)} questions one at a time, median {statistics.median(map(len, texts)):.0f} tokens:")
+    ours = statistics.median(seconds["embedq"])
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"{name}: median {1e3 * median:.0f} ms; embedq takes {ours / median:.2f} of it")
+
+
+Runner = Callable[[list[list[int]], list[str]], tuple[float, NDArray[np.float32]]]
 
 
 def make_rivals(
     options: argparse.Namespace, path: Path, scratch: Path, texts: list[list[int]], documents: list[str]
-) -> dict[str, Rival]:
+) -> dict[str, Runner]:
     """Name -> what runs a slice and returns seconds and vectors. Says what is not measured."""
-    from embedq_worker.engine.device import usable_cores
-
-    rivals: dict[str, Rival] = {}
+    runners: dict[str, Runner] = {}
     if options.vllm_python is None:
         print("vLLM: not measured (no --vllm-python)")
     else:
-        vllm = Vllm(options.vllm_python, path, scratch / "vllm.log")
-        atexit.register(vllm.close)
+        command = [str(options.vllm_python), str(Path(__file__).with_name("rival_vllm.py")), str(path), "2048"]
+        variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_SLEEP_WHEN_IDLE": "1"}
+        vllm = Rival("vLLM", command, scratch / "vllm.log", **variables)
         vllm.run(texts[:8])
-        rivals["vLLM"] = lambda ids, _: vllm.run(ids)
+        runners["vLLM"] = lambda ids, _: vllm.run(ids)
     if options.no_sentence_transformers:
         print("sentence-transformers: not measured (--no-sentence-transformers)")
     else:
-        reference = SentenceTransformers(path, usable_cores())
+        command = [sys.executable, str(Path(__file__).with_name("rival_sentence_transformers.py")), str(path)]
+        reference = Rival("sentence-transformers", command, scratch / "sentence-transformers.log")
+
+        def encode(text: list[str], **more: int) -> tuple[float, NDArray[np.float32]]:
+            return reference.run({"texts": text, "options": more})
+
         sample = documents[:: max(1, len(documents) // 16)]
-        reference.run(sample[:2], 1)
-        trials = {size: reference.run(sample, size)[0] for size in (1, 2, 4, 8)}
+        encode(sample[:2])
+        trials = {size: encode(sample, batch_size=size)[0] for size in (1, 2, 4, 8)}
         best = min(trials, key=lambda size: trials[size])
-        rivals["sentence-transformers, defaults"] = lambda _, text: reference.run(text, None)
-        rivals[f"sentence-transformers, batch {best}"] = lambda _, text: reference.run(text, best)
-    return rivals
+        runners["sentence-transformers, defaults"] = lambda _, text: encode(text)
+        runners[f"sentence-transformers, batch {best}"] = lambda _, text: encode(text, batch_size=best)
+    return runners
 
 
 if __name__ == "__main__":
