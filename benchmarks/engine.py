@@ -232,7 +232,7 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
             f"{name}: median {middle:.1f}, best {best:.1f} tokens/s; "
             f"embedq is {statistics.median(values):.2f}x (median of slices), {fastest / best:.2f}x (best against best)"
         )
-    questions = [text.partition("\n")[0] for text in documents[::4]]
+    questions = [text.partition("\n")[0] for text in documents[:: max(1, len(documents) // 50)]]
     ids = [encoding.ids for encoding in tokenizer.encode_batch(questions)]
     one_at_a_time(engine, ids, questions, runners)
 

@@ -217,7 +217,7 @@ def counted(kind: type[Any], used: dict[type[Any], int]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+    ("chosen", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
 )
 def test_the_threads_of_products_wait_briefly_unless_the_user_chose(
     checkpoint: Checkpoint, chosen: dict[str, str], spins: str
