@@ -61,7 +61,10 @@ def pays_to_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def _packed_float32_is_faster(threads: int) -> bool:
     """With `threads` threads, which torch has now. Its plain products are MKL's, good on some makers' CPUs only."""
     x, weight = torch.ones(512, 1024), torch.ones(2048, 1024)
-    products: tuple[Linear, Linear] = (PlainLinear(weight), PackedLinear(weight, None, len(x)))
+    try:
+        products: tuple[Linear, Linear] = (PlainLinear(weight), PackedLinear(weight, None, len(x)))
+    except (AttributeError, RuntimeError):
+        return False  # torch for other CPUs may be built with a oneDNN that has no packed products
     best = [math.inf, math.inf]
     with torch.inference_mode():
         for _ in range(6):  # the best of several, in turns: what else happens only ever makes it slower
