@@ -86,7 +86,7 @@ def run_embedq(engine: Engine, texts: list[list[int]], rate: MatrixRate, paramet
         after = rate.measure()
         seconds += elapsed
         # A last, small batch costs more a token and is no measure of the rate at 2,048 rows.
-        if len(batch.input_ids) > engine.max_batch_tokens // 2:
+        if not shares or len(batch.input_ids) > engine.max_batch_tokens // 2:
             shares.append(2 * parameters * computed(batch) / elapsed / ((before + after) / 2))
         before = after
     switched = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
@@ -233,7 +233,7 @@ def measure(options: argparse.Namespace, path: Path, scratch: Path) -> None:
             f"embedq is {statistics.median(values):.2f}x (median of slices), {fastest / best:.2f}x (best against best)"
         )
     questions = [text.partition("\n")[0] for text in documents[:: max(1, len(documents) // 50)]]
-    ids = [encoding.ids for encoding in tokenizer.encode_batch(questions)]
+    ids = [encoding.ids[: checkpoint.max_length] for encoding in tokenizer.encode_batch(questions)]
     one_at_a_time(engine, ids, questions, runners)
 
 

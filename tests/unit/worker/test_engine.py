@@ -205,6 +205,25 @@ def test_packed_and_plain_float32_products_agree(family: str, tmp_path: Path, mo
     assert np.abs(vectors[0] - vectors[1]).max() <= 1e-6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_length", [8, 100])
+def test_dummies_longer_than_the_longest_text_change_no_vector(
+    dtype: str, max_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from embedq_worker.engine import linear
+
+    monkeypatch.setattr(linear, "_packed_float32_is_faster", lambda _: True)
+    made = load_checkpoint(str(generate_checkpoint(tmp_path, max_length=max_length)))
+    engine = load(made, dtype=dtype, max_batch_tokens=4096)
+    texts = [
+        [(place * 7 + index) % 500 for place in range(1 + index % max_length)] for index in range(700 * 8 // max_length)
+    ]
+    together = engine.encode(PackedBatch.of(texts))
+    for index in (0, 1, len(texts) // 2, len(texts) - 1):
+        alone = engine.encode(PackedBatch.of([texts[index]]))[0]
+        assert float(alone @ together[index]) >= (0.999999 if dtype == "float32" else 0.999)
+
+
 def counted(kind: type[Any], used: dict[type[Any], int]) -> Callable[..., Any]:
     """`kind`'s product, counted in `used`."""
     product = kind.__call__

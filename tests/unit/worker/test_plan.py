@@ -26,16 +26,18 @@ def test_rounding_keeps_the_batch_in_front_and_fills_both_numbers_up(lengths: li
     assert plan.keys is None
     dummies = np.diff(plan.offsets)[len(batch) :]
     assert dummies.min(initial=1) >= 1
-    assert dummies.max(initial=0) <= 2 * TOKENS_STEP
-    assert plan.total_tokens - len(batch.input_ids) < min(2 * TOKENS_STEP, 2 + len(batch.input_ids) // 4)
+    assert not plan.positions[len(batch.input_ids) :].any(), "a rope table may be shorter than a dummy"
+    more = plan.total_tokens - len(batch.input_ids)
+    assert more < max(2 * TOKENS_STEP, len(batch.input_ids) // 16)
+    assert more < 2 + len(batch.input_ids) // 4
     vectors = torch.arange(len(plan)).unsqueeze(1)
     assert plan.in_order(vectors, len(batch)).squeeze(1).tolist() == list(range(len(batch)))
 
 
 def test_sizes_come_in_few_numbers_and_a_short_text_alone_is_hardly_longer() -> None:
-    sizes = {round_up_to_step(tokens, TOKENS_STEP) for tokens in range(1, 4097)}
     # oneDNN keeps 1,024 kernels, and each size takes one for each of a layer's products.
-    assert len(sizes) < 120
+    assert len({round_up_to_step(tokens, TOKENS_STEP) for tokens in range(1, 4097)}) < 120
+    assert len({round_up_to_step(tokens, TOKENS_STEP) for tokens in range(1, 16_385)}) < 180
     assert [plan_batch(PackedBatch.of([[7] * n]), CPU, round_up=True).rows for n in (1, 10, 17, 40, 100)] == [
         1,
         10,

@@ -12,7 +12,7 @@ from embedq_worker.engine.attention import Attention
 from embedq_worker.engine.base import PackedBatch
 from embedq_worker.engine.group import Group
 from embedq_worker.engine.ops import LayerOps
-from embedq_worker.engine.plan import TOKENS_STEP, BatchPlan, plan_batch
+from embedq_worker.engine.plan import BatchPlan, plan_batch
 from embedq_worker.engine.rope import rope_table
 from embedq_worker.engine.shard import Embedding, Layer, load_layer, share_of
 from embedq_worker.engine.weights import WeightReader
@@ -49,7 +49,7 @@ class Decoder:
         self.config = config
         self._attention, self._ops, self._group = backends.attention, backends.ops, group
         self._causal, self._last_only = causal, last_only
-        self._rounds_up = backends.packed_rows is not None and length >= 2 * TOKENS_STEP
+        self._rounds_up = backends.packed_rows is not None
         self._share = share_of(config, group.rank, group.size)
         self._embedding = Embedding(reader, self._share, group)
         last = config.num_layers - 1

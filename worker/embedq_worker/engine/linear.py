@@ -34,7 +34,8 @@ class PackedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-        self._bias = bias
+        # Its strides are not looked at.
+        self._bias = None if bias is None else bias.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")

@@ -35,9 +35,6 @@ from embedq_worker.engine.tuning import check_memory, choose_batch_tokens, unifo
 from embedq_worker.engine.weights import WeightReader
 from embedq_worker.prefixes import MOST_WHOLE
 
-_ROUNDING = 4 * TOKENS_STEP
-"""Tokens that a batch may have beyond what it was packed to: dummies, and beginnings too short to be shared."""
-
 
 class NativeEngine:
     """A loaded Qwen2/Qwen3 embedding model. Rank 0 of its group, where it is split."""
@@ -224,7 +221,9 @@ class NativeEngine:
         """Whether memory was planned for less: the batch was packed for an embedder that takes more at once."""
         if self._planned is None:
             return False
-        return plan.rows > self._planned + _ROUNDING or plan.total_tokens > MOST_WHOLE * (self._planned + _ROUNDING)
+        # Dummies, and beginnings too short to be shared.
+        most = self._planned + max(4 * TOKENS_STEP, self._planned // 16)
+        return plan.rows > most or plan.total_tokens > MOST_WHOLE * most
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels of our own launch on the thread's current GPU."""

@@ -29,7 +29,7 @@ class BatchPlan:
 
     #: int64 [rows].
     input_ids: Tensor
-    #: int64 [rows], each row's place in its text.
+    #: int64 [rows], each row's place in its text; 0 in dummies.
     positions: Tensor
     #: int32 [n + 1]. A text's rows are its last tokens: all of them, unless another text's rows serve for the first.
     cu_rows: Tensor
@@ -100,7 +100,8 @@ def plan_batch(batch: PackedBatch, device: torch.device, *, share: bool = False,
     places = np.repeat(common, own) + steps
     if len(dummies):
         ids = np.concatenate([ids, np.zeros(dummies.sum(), np.uint32)])
-        places = np.concatenate([places, *map(np.arange, dummies)])
+        # All at place 0: the rope table may be shorter than a dummy, and nobody reads their vectors.
+        places = np.concatenate([places, np.zeros(dummies.sum(), np.int64)])
         own, lengths = np.concatenate([own, dummies]), np.concatenate([lengths, dummies])
         common = np.concatenate([common, np.zeros(len(dummies), np.int64)])
     rows, offsets = np.append(0, np.cumsum(own)), np.append(0, np.cumsum(lengths))
@@ -125,8 +126,12 @@ def plan_batch(batch: PackedBatch, device: torch.device, *, share: bool = False,
 
 
 def round_up_to_step(count: int, step: int) -> int:
-    """The next multiple of `step`; of a smaller power of two where that is more than an eighth of `count`."""
-    step = min(step, max(1, 1 << count.bit_length() - 1 >> 3))
+    """The next multiple of `step`: of a smaller one where few are counted, of a larger one where many are.
+
+    At most an eighth is added, from 32 steps on a 32nd, and an octave of counts has at most 32 values.
+    """
+    power = 1 << count.bit_length() - 1
+    step = max(min(step, power >> 3), power >> 5, 1)
     return -(-count // step) * step
 
 
