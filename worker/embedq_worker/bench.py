@@ -77,7 +77,8 @@ class MatrixRate:
         shapes = [(query + 2 * key_value, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)]
         self._rows = rows or (8192 if device.type == "cuda" else 2048)
         self._device = device
-        packed_rows = self._rows if pays_to_pack(dtype, device) else None
+        ranks = int(engine.description.get("tensor_parallel", "1"))
+        packed_rows = self._rows if pays_to_pack(dtype, device, ranks=ranks) else None
         self._flops = sum(2 * self._rows * outputs * columns for outputs, columns in shapes)
         self._products = [
             make_linear(torch.randn(shape, device=device).to(dtype), packed_rows=packed_rows) for shape in shapes

@@ -255,6 +255,7 @@ def test_the_threads_of_products_wait_briefly_unless_the_user_chose(
         stderr=subprocess.PIPE,
         text=True,
         check=True,
+        timeout=60,
     )
     assert f"GOMP_SPINCOUNT = '{spins}'" in run.stderr
 

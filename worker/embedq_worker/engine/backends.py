@@ -43,9 +43,7 @@ def choose_backends(
     group: Group,
 ) -> Chosen:
     """Raises ModelError where a backend was asked for by name and does not work here."""
-    # What is measured may differ from rank to rank, and all have to round batches alike.
-    packs = (group.size == 1 or dtype is torch.bfloat16) and pays_to_pack(dtype, device)
-    packed_rows = _PACKED_ROWS if packs else None
+    packed_rows = _PACKED_ROWS if pays_to_pack(dtype, device, ranks=group.size) else None
     kernels, notes = _kernels(config, settings, device, dtype, threads, group)
     ops: LayerOps = EagerOps()
     if kernels is not None:

@@ -49,13 +49,14 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, *, packed_rows: int 
     return PackedLinear(weight, bias, packed_rows)
 
 
-def pays_to_pack(dtype: torch.dtype, device: torch.device) -> bool:
+def pays_to_pack(dtype: torch.dtype, device: torch.device, *, ranks: int = 1) -> bool:
     """Whether oneDNN's packed products are the faster ones here. Measured for float32, with torch's present threads."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float32 and _packed_float32_is_faster(torch.get_num_threads())
+    # What is measured may differ from rank to rank, and all have to round batches alike.
+    return dtype is torch.float32 and ranks == 1 and _packed_float32_is_faster(torch.get_num_threads())
 
 
 @functools.cache

@@ -138,13 +138,11 @@ def round_up_to_step(count: int, step: int) -> int:
 def _dummies(tokens: int, texts: int) -> NDArray[np.int64]:
     """Lengths of the texts that fill both numbers up to their steps."""
     more = round_up_to_step(texts, TEXTS_STEP) - texts
-    missing = round_up_to_step(tokens, TOKENS_STEP) - tokens
-    if not more and not missing:
+    if not more and tokens == round_up_to_step(tokens, TOKENS_STEP):
         return np.zeros(0, np.int64)
     # Each dummy has at least one token, and tokens need a dummy to be in.
     more = more or round_up_to_step(texts + 1, TEXTS_STEP) - texts
-    while missing < more:
-        missing = round_up_to_step(tokens + missing + 1, TOKENS_STEP) - tokens
+    missing = round_up_to_step(tokens + more, TOKENS_STEP) - tokens
     return np.append(np.ones(more - 1, np.int64), missing - more + 1)
 
 
